@@ -1,0 +1,32 @@
+"""minitx.kernels: attention and row softmax as pure tensor functions, one name a kernel.
+
+Importing this package loads torch alone; triton and tilelang are imported when a kernel of theirs is
+asked for. The semantics every kernel keeps are written down in `reference.py`.
+"""
+
+from minitx.kernels.api import (
+    ATTENTION_KERNELS,
+    SOFTMAX_KERNELS,
+    Support,
+    attention,
+    softmax,
+    supports,
+    supports_softmax,
+)
+from minitx.kernels.errors import KernelUnavailableError
+from minitx.kernels.merge import merge_attention
+from minitx.kernels.reference import attention_reference, softmax_reference
+
+__all__ = [
+    "ATTENTION_KERNELS",
+    "SOFTMAX_KERNELS",
+    "KernelUnavailableError",
+    "Support",
+    "attention",
+    "attention_reference",
+    "merge_attention",
+    "softmax",
+    "softmax_reference",
+    "supports",
+    "supports_softmax",
+]

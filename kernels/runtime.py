@@ -1,0 +1,136 @@
+"""Can triton and tilelang run here? Asked before either is imported, answered in one line.
+
+`triton_problem` and `tilelang_problem` return None, or the reason why kernels of that library cannot run
+on a device. They are cached: the answer does not change while the process lives.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("minitx")
+
+MIN_CUDA_CAPABILITY = (8, 0)  # bfloat16 tensor cores and cp.async: Ampere
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def use_triton_interpreter() -> bool:
+    """Decides, once and before triton is imported, whether kernels run in Triton's interpreter.
+
+    They do where TRITON_INTERPRET=1 says so, and where there is no GPU to compile for.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    if has_gpu():
+        return False
+    if "triton" in sys.modules:
+        # jit functions of triton's own library decide when they are decorated, at import.
+        raise RuntimeError(
+            "triton was imported before minitx could switch on its interpreter: set TRITON_INTERPRET=1"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    logger.warning("no GPU: triton kernels run in Triton's interpreter, which is right but slow")
+    return True
+
+
+def _release(package: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version(package).split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _capability_problem(device_index: int | None) -> str | None:
+    capability = torch.cuda.get_device_capability(device_index)
+    if torch.version.hip is None and capability < MIN_CUDA_CAPABILITY:
+        found, wanted = (f"{major}.{minor}" for major, minor in (capability, MIN_CUDA_CAPABILITY))
+        return f"this GPU has compute capability {found}, and it needs {wanted} or newer"
+    return None
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why no file can be made in `path` (made if missing), or None."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+
+
+@functools.cache
+def triton_problem(device_type: str, device_index: int | None = None) -> str | None:
+    """Why Triton kernels cannot run on this device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (it has wheels for Linux: pip install triton)"
+    if device_type not in ("cpu", "cuda"):
+        return f"it runs on CUDA GPUs, and on a CPU in Triton's interpreter, not on {device_type}"
+    if device_type == "cuda":
+        problem = _capability_problem(device_index)
+        if problem is None:
+            home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+            cache = os.environ.get("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+            unwritable = _unwritable(Path(cache))
+            if unwritable:
+                problem = f"triton cannot write its cache, {unwritable}; set TRITON_CACHE_DIR"
+        return problem
+    if not use_triton_interpreter():
+        return (
+            "on a machine with a GPU it takes CPU tensors only in Triton's interpreter: "
+            "move them to the GPU, or set TRITON_INTERPRET=1"
+        )
+    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        return (
+            f"the interpreter of triton {version('triton')} breaks with numpy {version('numpy')}: "
+            "pip install 'triton>=3.7' or 'numpy<2.4'"
+        )
+    return None
+
+
+@functools.cache
+def tilelang_problem(device_type: str, device_index: int | None = None) -> str | None:
+    """Why TileLang kernels cannot run on this device, or None."""
+    if importlib.util.find_spec("tilelang") is None:
+        return "the package tilelang is not installed (it has wheels for Linux: pip install tilelang)"
+    if device_type not in ("cpu", "cuda"):
+        return f"it runs on CUDA GPUs, and on a CPU through C, not on {device_type}"
+    # tilelang makes its cache folder when it is imported, and the import fails with it.
+    cache = os.environ.get("TILELANG_CACHE_DIR", os.path.expanduser("~/.tilelang/cache"))
+    unwritable = _unwritable(Path(cache))
+    if unwritable:
+        return f"tilelang cannot write its cache, {unwritable}; set TILELANG_CACHE_DIR"
+    if device_type == "cuda":
+        problem = _capability_problem(device_index)
+        if problem:
+            return problem
+    return _tilelang_compiler_problem(device_type)
+
+
+def _tilelang_compiler_problem(device_type: str) -> str | None:
+    """TileLang calls nvcc for CUDA and a C compiler for the CPU: are they there?"""
+    import shutil
+
+    if device_type == "cpu":
+        if any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+            return None
+        return "it compiles to C here and found no C compiler: install gcc or clang"
+    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    nvcc = shutil.which("nvcc") or next(
+        (p for r in [*roots, "/usr/local/cuda"] if r and os.path.exists(p := f"{r}/bin/nvcc")), None
+    )
+    if nvcc is None:
+        return "it needs nvcc and found none: install the CUDA toolkit or set CUDA_HOME"
+    return None

@@ -1,0 +1,27 @@
+"""Markers that look at the machine, and the kernels a test can be run on."""
+
+import os
+
+import pytest
+import torch
+
+# Two cores: oversubscribed thread pools make small kernels slower, not faster.
+torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else 0
+    for item in items:
+        if "gpu" in item.keywords and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "huge" in item.keywords and memory < 40 * 2**30:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU with 40 GiB"))
+        if "two_gpus" in item.keywords and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run here: the GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
