@@ -1,9 +1,10 @@
 """minitx.kernels: attention and row softmax as pure tensor functions, one name a kernel.
 
-Importing this package loads torch alone; triton and tilelang are imported when a kernel of theirs is
-asked for. The semantics every kernel keeps are written down in `reference.py`.
+Importing this package loads torch alone; triton and tilelang are imported when a kernel of theirs
+is asked for. The semantics every kernel keeps are written down in `reference.py`.
 """
 
+from minitx.kernels import runtime
 from minitx.kernels.api import (
     ATTENTION_KERNELS,
     SOFTMAX_KERNELS,
@@ -16,6 +17,8 @@ from minitx.kernels.api import (
 from minitx.kernels.errors import KernelUnavailableError
 from minitx.kernels.merge import merge_attention
 from minitx.kernels.reference import attention_reference, softmax_reference
+
+runtime.choose_triton_interpreter()
 
 __all__ = [
     "ATTENTION_KERNELS",

@@ -1,7 +1,7 @@
 """attention() and softmax(): validate once, choose, call.
 
-The only place that knows every kernel's name. A kernel's module is imported when the kernel is asked for;
-an explicit choice never falls back to another.
+The only place that knows every kernel's name. A kernel's module is imported when the kernel is
+asked for; an explicit choice never falls back to another.
 """
 
 import math
@@ -49,16 +49,17 @@ def attention(
 
     Args:
         q: [B, Hq, Sq, D], 1 <= D <= 256.
-        k, v: [B, Hkv, Skv, D]; Hq must be a multiple of Hkv (grouped-query attention: query head h reads
-            key head h // (Hq // Hkv)).
-        is_causal: bottom-right aligned: query i reads key j when j <= i + Skv - Sq. A query with no key
-            gives out 0, lse -inf and gradients of 0.
+        k, v: [B, Hkv, Skv, D]; Hq must be a multiple of Hkv (grouped-query attention: query head h
+            reads key head h // (Hq // Hkv)).
+        is_causal: bottom-right aligned: query i reads key j when j <= i + Skv - Sq. A query with no
+            key gives out 0, lse -inf and gradients of 0.
         scale: factor on q k^T, any finite number; None means D ** -0.5.
         kernel: one of ATTENTION_KERNELS, or "auto".
         return_lse: also return the natural-log sum of exponentials of the scaled, masked scores.
 
-    All three have one dtype, float32, float16 or bfloat16 (`reference` also takes float64), any strides,
-    and one device. Under autocast they are cast to its dtype first, as PyTorch does with its own.
+    All three have one dtype, float32, float16 or bfloat16 (`reference` also takes float64), any
+    strides, and one device. Under autocast they are cast to its dtype first, as PyTorch does with
+    its own.
 
     Returns:
         out [B, Hq, Sq, D] in q's dtype; with `return_lse` also lse [B, Hq, Sq] in float32. Both are
@@ -70,7 +71,7 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     _check_attention(q, k, v, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     if kernel == "auto":
         kernel = _auto_attention(q.device.type, return_lse)
     reason = _attention_problem(kernel, q, return_lse)
@@ -95,8 +96,8 @@ def softmax(
     Args:
         x: any shape and strides, float32, float16 or bfloat16 (`reference` also takes float64).
         dim: the dimension that sums to 1.
-        is_causal: read x as scores [..., Sq, Skv] (dim must be the last) under attention's causal rule.
-            A masked score is never trusted, NaN included; its result is 0.
+        is_causal: read x as scores [..., Sq, Skv] (dim must be the last) under attention's causal
+            rule. A masked score is never trusted, NaN included; its result is 0.
         kernel: one of SOFTMAX_KERNELS, or "auto".
 
     Returns:
@@ -131,7 +132,8 @@ def supports(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Support:
-    """Whether `attention` would run these inputs on `kernel`. Raises only for a kernel that is unknown."""
+    """Whether `attention` would run these inputs on `kernel`. Raises only for a kernel that is
+    unknown."""
     q, k, v = _autocast(q, k, v)
     _known(kernel, ATTENTION_KERNELS)
     try:
@@ -147,7 +149,8 @@ def supports(
 def supports_softmax(
     kernel: str, x: torch.Tensor, dim: int = -1, *, is_causal: bool = False
 ) -> Support:
-    """Whether `softmax` would run this input on `kernel`. Raises only for a kernel that is unknown."""
+    """Whether `softmax` would run this input on `kernel`. Raises only for a kernel that is
+    unknown."""
     _known(kernel, SOFTMAX_KERNELS)
     try:
         _check_softmax(x, dim, is_causal)
@@ -187,8 +190,8 @@ def _check_attention(
         )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    (B, Hq, _, D), (Bk, Hkv, _, Dk) = q.shape, k.shape
-    if B != Bk or D != Dk:
+    Hq, Hkv, D = q.shape[1], k.shape[1], q.shape[3]
+    if q.shape[0] != k.shape[0] or k.shape[3] != D:
         raise ValueError(
             "q and k must agree in batch and head dim, got "
             f"q {tuple(q.shape)} and k {tuple(k.shape)}"
@@ -220,7 +223,8 @@ def _check_softmax(x: torch.Tensor, dim: int, is_causal: bool) -> int:
     return dim
 
 
-# Dynamo calls these two while it traces and bakes the answer in; both look at the machine, not at data.
+# Dynamo calls these two while it traces and bakes the answer in; both look at the machine, not at
+# data.
 @torch.compiler.assume_constant_result
 def _library_problem(library: str, device_type: str, device_index: int | None) -> str | None:
     from minitx.kernels import runtime
@@ -270,9 +274,7 @@ def _run_attention(
         case "eager":
             from minitx.kernels.eager import eager_attention
 
-            return eager_attention(
-                q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse
-            )
+            return eager_attention(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
         case "sdpa":
             from minitx.kernels.sdpa import sdpa_attention
 

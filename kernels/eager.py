@@ -1,7 +1,7 @@
 """Attention as five PyTorch calls: the baseline that every other kernel is compared with.
 
-Products are made in the input dtype, the softmax in float32. Memory is O(Sq * Skv) per head, several
-times over. Logits that are -inf at every visible key give NaN, as torch.softmax does.
+Products are made in the input dtype, the softmax in float32. Memory is O(Sq * Skv) per head,
+several times over. Logits that are -inf at every visible key give NaN, as torch.softmax does.
 """
 
 import torch
@@ -44,14 +44,16 @@ def eager_attention(
 
 
 def eager_softmax(x: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """Row softmax over the last dim by torch.softmax, in float32; rows with nothing to see give zeros."""
+    """Row softmax over the last dim by torch.softmax, in float32; rows with nothing to see give
+    zeros."""
     scores = x.float()
     if is_causal:
         mask = causal_mask(x.shape[-2], x.shape[-1], x.device)
         scores = scores.masked_fill(~mask, float("-inf"))
     if x.shape[-1] == 0:
         return x.clone()
-    # An ordinary row in place of an empty one, so that neither its value nor its gradient is ever NaN.
+    # An ordinary row in place of an empty one, so that neither its value nor its gradient is ever
+    # NaN.
     is_empty = scores.detach().amax(-1, keepdim=True) == float("-inf")
     p = torch.softmax(scores.masked_fill(is_empty, 0.0), dim=-1)
     return p.masked_fill(is_empty, 0.0).to(x.dtype)

@@ -2,4 +2,5 @@
 
 
 class KernelUnavailableError(RuntimeError):
-    """An explicitly chosen kernel cannot run here; the message names it, the reason and what can."""
+    """An explicitly chosen kernel cannot run here; the message names it, the reason and what
+    can."""

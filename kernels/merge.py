@@ -15,9 +15,10 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of attention over the union of two disjoint sets of keys.
 
-    out_a, out_b: [B, Hq, Sq, D] of one dtype; lse_a, lse_b: [B, Hq, Sq] float32, natural log. Computed in
-    float32 (float64 for float64 inputs); out has out_a's dtype. An empty part (out 0, lse -inf) leaves the
-    other as it is; two empty parts give an empty one. Differentiable in all four.
+    out_a, out_b: [B, Hq, Sq, D] of one dtype; lse_a, lse_b: [B, Hq, Sq] float32, natural log.
+    Computed in float32 (float64 for float64 inputs); out has out_a's dtype. An empty part (out 0,
+    lse -inf) leaves the other as it is; two empty parts give an empty one. Differentiable in all
+    four.
 
     Raises ValueError or TypeError where shapes, dtypes or devices do not fit one another.
     """
@@ -25,17 +26,16 @@ def merge_attention(
     dtype = torch.promote_types(lse_a.dtype, torch.float32)
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
     top = torch.maximum(lse_a, lse_b).detach()
-    # -inf - -inf is NaN: where both parts are empty, any finite shift will do. Where a part's lse is
-    # +inf there is nothing left to weigh, and NaN is what attention over the whole gives too.
+    # -inf - -inf is NaN: where both parts are empty, any finite shift will do. Where a part's lse
+    # is +inf there is nothing left to weigh, and NaN is what attention over the whole gives too.
     top = top.masked_fill(top == float("-inf"), 0.0)
     weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
     total = weight_a + weight_b
     is_empty = total == 0
     divisor = total.masked_fill(is_empty, 1.0)
-    out = (
-        out_a.to(dtype) * (weight_a / divisor).unsqueeze(-1)
-        + out_b.to(dtype) * (weight_b / divisor).unsqueeze(-1)
-    )
+    out = out_a.to(dtype) * (weight_a / divisor).unsqueeze(-1) + out_b.to(dtype) * (
+        weight_b / divisor
+    ).unsqueeze(-1)
     lse = (divisor.log() + top).masked_fill(is_empty, float("-inf"))
     return out.to(out_a.dtype), lse
 
@@ -45,7 +45,8 @@ def _check_parts(
 ) -> None:
     if out_a.shape != out_b.shape:
         raise ValueError(
-            f"out_a and out_b must have one shape, got {tuple(out_a.shape)} and {tuple(out_b.shape)}"
+            "out_a and out_b must have one shape, "
+            f"got {tuple(out_a.shape)} and {tuple(out_b.shape)}"
         )
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if lse.shape != out_a.shape[:-1]:

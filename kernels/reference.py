@@ -3,8 +3,8 @@
 Every other kernel is checked against these two functions, so they are written to be read, not to be
 fast. Both are differentiable by autograd, any number of times.
 
-Causal attention is aligned bottom-right: the last query sees every key. With Sq queries and Skv keys,
-query i may read key j when j <= i + Skv - Sq (x: may read):
+Causal attention is aligned bottom-right: the last query sees every key. With Sq queries and Skv
+keys, query i may read key j when j <= i + Skv - Sq (x: may read):
 
     Sq = 3, Skv = 5          Sq = 4, Skv = 2
       j 0 1 2 3 4              j 0 1
@@ -42,7 +42,8 @@ def _exp_normalised(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def softmax_reference(x: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
     """softmax over the last dim of x in float64, rounded by nobody.
 
-    x: [..., N]; with `is_causal`, [..., Sq, Skv] scores under the rule above. Returns float64, x's shape.
+    x: [..., N]; with `is_causal`, [..., Sq, Skv] scores under the rule above. Returns float64, x's
+    shape.
     """
     scores = x.double()
     if is_causal:

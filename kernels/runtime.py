@@ -1,13 +1,14 @@
 """Can triton and tilelang run here? Asked before either is imported, answered in one line.
 
-`triton_problem` and `tilelang_problem` return None, or the reason why kernels of that library cannot run
-on a device. They are cached: the answer does not change while the process lives.
+`triton_problem` and `tilelang_problem` return None, or the reason why kernels of that library
+cannot run on a device. They are cached: the answer does not change while the process lives.
 """
 
 import functools
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from importlib.metadata import version
@@ -20,27 +21,25 @@ logger = logging.getLogger("minitx")
 MIN_CUDA_CAPABILITY = (8, 0)  # bfloat16 tensor cores and cp.async: Ampere
 
 
-def has_gpu() -> bool:
-    return torch.cuda.is_available()
+def choose_triton_interpreter() -> None:
+    """Sets TRITON_INTERPRET=1 where there is no GPU to compile for; called when minitx.kernels is
+    imported.
+
+    It cannot wait until a Triton kernel is asked for: torch.compile imports triton too, and
+    triton's own functions decide how they run when they are imported. NVML counts the GPUs, so none
+    is initialised.
+    """
+    undecided = "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules
+    if undecided and torch.cuda.device_count() == 0:
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @functools.cache
-def use_triton_interpreter() -> bool:
-    """Decides, once and before triton is imported, whether kernels run in Triton's interpreter.
-
-    They do where TRITON_INTERPRET=1 says so, and where there is no GPU to compile for.
-    """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    if has_gpu():
+def triton_is_interpreted() -> bool:
+    """Whether Triton kernels run in the interpreter here; says so, once, when they do."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
         return False
-    if "triton" in sys.modules:
-        # jit functions of triton's own library decide when they are decorated, at import.
-        raise RuntimeError(
-            "triton was imported before minitx could switch on its interpreter: set TRITON_INTERPRET=1"
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-    logger.warning("no GPU: triton kernels run in Triton's interpreter, which is right but slow")
+    logger.warning("triton kernels run in Triton's interpreter here: right, but slow")
     return True
 
 
@@ -87,7 +86,11 @@ def triton_problem(device_type: str, device_index: int | None = None) -> str | N
             if unwritable:
                 problem = f"triton cannot write its cache, {unwritable}; set TRITON_CACHE_DIR"
         return problem
-    if not use_triton_interpreter():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        if torch.cuda.device_count() == 0:
+            return (
+                "triton was imported before minitx: import minitx first, or set TRITON_INTERPRET=1"
+            )
         return (
             "on a machine with a GPU it takes CPU tensors only in Triton's interpreter: "
             "move them to the GPU, or set TRITON_INTERPRET=1"
@@ -104,7 +107,9 @@ def triton_problem(device_type: str, device_index: int | None = None) -> str | N
 def tilelang_problem(device_type: str, device_index: int | None = None) -> str | None:
     """Why TileLang kernels cannot run on this device, or None."""
     if importlib.util.find_spec("tilelang") is None:
-        return "the package tilelang is not installed (it has wheels for Linux: pip install tilelang)"
+        return (
+            "the package tilelang is not installed (it has wheels for Linux: pip install tilelang)"
+        )
     if device_type not in ("cpu", "cuda"):
         return f"it runs on CUDA GPUs, and on a CPU through C, not on {device_type}"
     # tilelang makes its cache folder when it is imported, and the import fails with it.
@@ -121,8 +126,6 @@ def tilelang_problem(device_type: str, device_index: int | None = None) -> str |
 
 def _tilelang_compiler_problem(device_type: str) -> str | None:
     """TileLang calls nvcc for CUDA and a C compiler for the CPU: are they there?"""
-    import shutil
-
     if device_type == "cpu":
         if any(shutil.which(name) for name in ("cc", "gcc", "clang")):
             return None

@@ -1,7 +1,7 @@
 """Attention by torch.nn.functional.scaled_dot_product_attention, under this project's causal rule.
 
-PyTorch picks the backend (cuDNN, flash, memory-efficient, math). Its `is_causal` is aligned top-left, so
-it is used only where top-left and bottom-right agree.
+PyTorch picks the backend (cuDNN, flash, memory-efficient, math). Its `is_causal` is aligned
+top-left, so it is used only where top-left and bottom-right agree.
 """
 
 import torch

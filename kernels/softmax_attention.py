@@ -1,7 +1,7 @@
 """Attention in three steps around a row-softmax kernel: scores by matmul, softmax, matmul.
 
-The rung between eager and fused attention: the mask and the softmax are one kernel, but the scores are
-still in memory, O(Sq * Skv) per head.
+The rung between eager and fused attention: the mask and the softmax are one kernel, but the scores
+are still in memory, O(Sq * Skv) per head.
 """
 
 import torch
@@ -16,7 +16,8 @@ def softmax_attention(
     scale: float,
     kernel: str,
 ) -> torch.Tensor:
-    """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`; `kernel` is the row softmax's name.
+    """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`; `kernel` is the row softmax's
+    name.
 
     K and V are read through a broadcast view, never repeated.
     """

@@ -1,7 +1,8 @@
 """Input makers and error budgets, shared by the tests, the parity check and the benchmarks.
 
-An error budget is not a tolerance picked by hand. With the float64 oracle as truth, a kernel may err twice
-as much as eager attention in the same dtype does on the same input, and by one rounding of that dtype:
+An error budget is not a tolerance picked by hand. With the float64 oracle as truth, a kernel may
+err twice as much as eager attention in the same dtype does on the same input, and by one rounding
+of that dtype:
 
     max |x - oracle|  <=  2 * max |eager - oracle|  +  eps(dtype) * max |oracle|
 """
@@ -113,7 +114,7 @@ def oracle_attention(
 ) -> AttentionResult:
     """The same in float64, by the reference and autograd."""
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     out, lse = attention_reference(q, k, v, is_causal=is_causal, scale=scale)
     outputs, grads = [out], [dout.double()]
     if dlse is not None:
@@ -124,7 +125,8 @@ def oracle_attention(
 
 
 def max_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest absolute difference; equal infinities differ by 0, and NaN on one side alone by inf."""
+    """Largest absolute difference; equal infinities differ by 0, and NaN on one side alone by
+    inf."""
     if actual.numel() == 0:
         return 0.0
     actual, truth = actual.double(), truth.double()
@@ -145,7 +147,8 @@ def error_budget(eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -
 def assert_within_budget(
     actual: AttentionResult, eager: AttentionResult, truth: AttentionResult, dtype: torch.dtype
 ) -> None:
-    """Fails with the name of the first tensor whose error is beyond its budget, and both figures."""
+    """Fails with the name of the first tensor whose error is beyond its budget, and both
+    figures."""
     for field in fields(AttentionResult):
         got, want = getattr(actual, field.name), getattr(truth, field.name)
         if got is None:

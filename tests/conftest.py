@@ -6,7 +6,9 @@ import pytest
 import torch
 
 # Two cores: oversubscribed thread pools make small kernels slower, not faster.
-torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+torch.set_num_threads(
+    max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
