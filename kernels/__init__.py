@@ -4,7 +4,6 @@ Importing this package loads torch alone; triton and tilelang are imported when 
 is asked for. The semantics every kernel keeps are written down in `reference.py`.
 """
 
-from minitx.kernels import runtime
 from minitx.kernels.api import (
     ATTENTION_KERNELS,
     SOFTMAX_KERNELS,
@@ -17,8 +16,9 @@ from minitx.kernels.api import (
 from minitx.kernels.errors import KernelUnavailableError
 from minitx.kernels.merge import merge_attention
 from minitx.kernels.reference import attention_reference, softmax_reference
+from minitx.kernels.runtime import choose_triton_interpreter
 
-runtime.choose_triton_interpreter()
+choose_triton_interpreter()
 
 __all__ = [
     "ATTENTION_KERNELS",

@@ -71,7 +71,8 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     _check_attention(q, k, v, scale)
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
     if kernel == "auto":
         kernel = _auto_attention(q.device.type, return_lse)
     reason = _attention_problem(kernel, q, return_lse)
@@ -81,9 +82,8 @@ def attention(
             f"kernel '{kernel}' cannot run this attention: {reason}. "
             f"Kernels that can: {', '.join(others)}"
         )
-    out, lse = _run_attention(kernel, q, k, v, is_causal, scale, return_lse)
-    if return_lse:
-        assert lse is not None
+    out, lse = _run_attention(kernel, q, k, v, is_causal, float(scale), return_lse)
+    if lse is not None and return_lse:
         return out, lse
     return out
 
@@ -223,15 +223,18 @@ def _check_softmax(x: torch.Tensor, dim: int, is_causal: bool) -> int:
     return dim
 
 
-# Dynamo calls these two while it traces and bakes the answer in; both look at the machine, not at
-# data.
-@torch.compiler.assume_constant_result
 def _library_problem(library: str, device_type: str, device_index: int | None) -> str | None:
     from minitx.kernels import runtime
 
     if library == "triton":
         return runtime.triton_problem(device_type, device_index)
     return runtime.tilelang_problem(device_type, device_index)
+
+
+# Dynamo then calls it while tracing and bakes the answer in: it looks at the machine, not at data.
+# This is what torch.compiler.assume_constant_result does; to call that here would import all of
+# dynamo, and triton with it.
+_library_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attention_problem(kernel: str, q: torch.Tensor, return_lse: bool) -> str | None:

@@ -114,7 +114,8 @@ def oracle_attention(
 ) -> AttentionResult:
     """The same in float64, by the reference and autograd."""
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
     out, lse = attention_reference(q, k, v, is_causal=is_causal, scale=scale)
     outputs, grads = [out], [dout.double()]
     if dlse is not None:
