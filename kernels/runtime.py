@@ -125,11 +125,12 @@ def tilelang_problem(device_type: str, device_index: int | None = None) -> str |
 
 
 def _tilelang_compiler_problem(device_type: str) -> str | None:
-    """TileLang calls nvcc for CUDA and a C compiler for the CPU: are they there?"""
+    """TileLang calls nvcc for CUDA and a C++ compiler for the CPU: are they there?"""
     if device_type == "cpu":
-        if any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        chosen = os.environ.get("CXX") or os.environ.get("CC")
+        if any(shutil.which(name) for name in ([chosen] if chosen else ["g++", "clang++", "c++"])):
             return None
-        return "it compiles to C here and found no C compiler: install gcc or clang"
+        return f"it compiles to C++ here and found no {chosen or 'compiler'}: install g++ or clang"
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     nvcc = shutil.which("nvcc") or next(
         (p for r in [*roots, "/usr/local/cuda"] if r and os.path.exists(p := f"{r}/bin/nvcc")), None

@@ -1,0 +1,224 @@
+"""How the TileLang kernels are written once, compiled once and launched.
+
+A kernel is a *builder*: a function `build(lang, **key)` that returns a TileLang prim_func. One
+builder serves the GPU and the CPU (TileLang's `c` target); `lang` is a `Language`, the words that
+differ between the two. `key` is what the code depends on (dtype, head dim, flags), never a length:
+sizes and strides are `T.dynamic(name, "int64")`, so that one compile serves every shape.
+
+    def build_double(lang: Language, *, dtype: str):
+        import tilelang.language as T      # here, not at the top of the file: nothing imports
+                                           # tilelang before one of its kernels is asked for
+        n, x_n, y_n = (T.dynamic(name, "int64") for name in ("n", "x_n", "y_n"))
+
+        @T.prim_func
+        def double(
+            x: T.StridedTensor((n,), (x_n,), dtype),
+            y: T.StridedTensor((n,), (y_n,), dtype),
+            factor: T.float32,
+        ):
+            with T.Kernel(T.ceildiv(n, 128), threads=128) as block:
+                tile = lang.tile((128,), dtype)
+                for i in lang.each(128):
+                    tile[i] = T.if_then_else(block * 128 + i < n, x[block * 128 + i], 0)
+                for i in lang.each(128):
+                    if block * 128 + i < n:
+                        y[block * 128 + i] = factor * tile[i]
+
+        return double
+
+    kernel = get_kernel(build_double, x.device, dtype="float32")   # compiled at the first call
+    kernel(x, y, 2.0)                                              # no copy, whatever the strides
+
+Rules that keep it right:
+- Call a kernel only with tensors that hold an element: an empty grid cannot be launched.
+- Index arithmetic is in int64 where the sizes are; a loop variable times a constant may be int32.
+- Strides that are `T.dynamic` are taken from the tensors, and nothing about them is assumed or
+  checked, whatever the sizes (tile-ai/tilelang#1325 and #1697 are checks of constant strides).
+- A stride or size variable belongs to one kernel: two tensors may share it only if they agree.
+- Compiler options are part of the builder: `T.annotate_pass_configs({...})` in the prim_func.
+"""
+
+import functools
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from minitx.kernels.errors import KernelUnavailableError
+
+logger = logging.getLogger("minitx")
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for: kind "c" (a CPU) or "cuda" with arch, e.g. "sm_90a"."""
+
+    kind: str
+    arch: str = ""
+
+
+class Language(NamedTuple):
+    """The words of TileLang that a GPU and the `c` target spell differently.
+
+    tile(shape, dtype): on-chip memory of one block. GPU: `T.alloc_fragment`, registers spread over
+        the block's threads. CPU: `T.alloc_local`.
+    shared(shape, dtype): on-chip memory that every thread of the block can read. GPU:
+        `T.alloc_shared`. CPU: `T.alloc_local`.
+    each(*extents): a loop over a tile in no order. GPU: `T.Parallel`, spread over the threads. CPU:
+        `T.serial` or `T.grid`.
+    on_cpu: for the rare choice that needs more than a word, such as the size of a block.
+    """
+
+    tile: Callable[..., Any]
+    shared: Callable[..., Any]
+    each: Callable[..., Any]
+    on_cpu: bool
+
+
+class Kernel:
+    """A compiled prim_func. Call it with the prim_func's arguments: torch tensors and numbers.
+
+    The first argument is a tensor; every tensor lies on its device. The launch goes to PyTorch's
+    current stream of that device, and the current device is what it was before.
+    """
+
+    def __init__(self, compiled: Any, target: Target, stride_slots: list[tuple[int, int]]) -> None:
+        self._compiled = compiled
+        self._on_cpu = target.kind == "c"
+        self._stride_slots = stride_slots
+
+    def __call__(self, *args: Any) -> None:
+        if self._on_cpu:
+            strides = [args[argument].stride(dim) for argument, dim in self._stride_slots]
+            self._compiled(*args, *strides, stream=0)
+            return
+        device_index = args[0].device.index
+        if device_index == torch.cuda.current_device():
+            self._compiled(*args)
+        else:  # TileLang sets the device to the tensors' and leaves it there
+            with torch.cuda.device(device_index):
+                self._compiled(*args)
+
+    @property
+    def source(self) -> str:
+        """The generated C or CUDA."""
+        return self._compiled.get_kernel_source(kernel_only=True)
+
+
+_kernels: dict[tuple, Kernel] = {}
+_locks: dict[tuple, threading.Lock] = {}
+_locks_guard = threading.Lock()
+
+
+def get_kernel(build: Callable[..., Any], device: torch.device, **key: Any) -> Kernel:
+    """`build`'s kernel for tensors on `device`, compiled at the first call with this key.
+
+    Threads that ask for one kernel at once wait for one compile; different kernels compile side by
+    side. TileLang keeps what it compiled in TILELANG_CACHE_DIR (~/.tilelang/cache), which it fills
+    by renaming whole folders, so processes may share it.
+
+    Raises:
+        KernelUnavailableError: tilelang, nvcc or the C++ compiler fails; one line says why.
+    """
+    kernel = _kernels.get((build, device, *key.items()))
+    if kernel is None:
+        kernel = compile_kernel(build, _target(device), **key)
+        _kernels[build, device, *key.items()] = kernel
+    return kernel
+
+
+def compile_kernel(build: Callable[..., Any], target: Target, **key: Any) -> Kernel:
+    """The same for a target: Target("cuda", "sm_90a") compiles without a GPU, given nvcc."""
+    name = (build, target, *key.items())
+    with _locks_guard:
+        lock = _locks.setdefault(name, threading.Lock())
+    with lock:
+        if name not in _kernels:
+            _kernels[name] = _compile(build, target, key)
+        return _kernels[name]
+
+
+@functools.cache
+def _target(device: torch.device) -> Target:
+    if device.type == "cpu":
+        return Target("c")
+    major, minor = torch.cuda.get_device_capability(device)
+    # "a": the instructions that one architecture alone has, such as Hopper's wgmma.
+    return Target("cuda", f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
+
+
+def _compile(build: Callable[..., Any], target: Target, key: dict[str, Any]) -> Kernel:
+    tilelang = _import_tilelang()
+    started = time.perf_counter()
+    func = build(_language(target), **key)
+    stride_slots: list[tuple[int, int]] = []
+    if target.kind == "c":
+        func, stride_slots = _with_stride_parameters(func)
+        options: dict[str, Any] = {"target": "c", "compile_flags": ["-O3"]}
+    else:
+        options = {"target": {"kind": "cuda", "arch": target.arch}, "execution_backend": "tvm_ffi"}
+    try:
+        compiled = tilelang.compile(func, **options)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        first_line = str(error).strip().split("\n", 1)[0][:300]
+        raise KernelUnavailableError(
+            f"TileLang kernel '{build.__name__}' does not compile for {' '.join(target).strip()} "
+            f"here: {first_line}"
+        ) from error
+    logger.debug("compiled %s %s in %.1f s", build.__name__, key, time.perf_counter() - started)
+    return Kernel(compiled, target, stride_slots)
+
+
+def _import_tilelang() -> Any:
+    # It announces every compile on stderr; minitx logs its own.
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    try:
+        import tilelang
+    except (ImportError, OSError) as error:  # OSError: it makes its cache folder when imported
+        raise KernelUnavailableError(
+            f"tilelang cannot be imported: {error}; install tilelang==0.1.15, and set "
+            "TILELANG_CACHE_DIR to a folder that can be written"
+        ) from error
+    return tilelang
+
+
+def _language(target: Target) -> Language:
+    import tilelang.language as T
+
+    if target.kind == "c":
+        return Language(T.alloc_local, T.alloc_local, _each_serially, on_cpu=True)
+    return Language(T.alloc_fragment, T.alloc_shared, T.Parallel, on_cpu=False)
+
+
+def _each_serially(*extents: Any) -> Any:
+    import tilelang.language as T
+
+    return T.serial(extents[0]) if len(extents) == 1 else T.grid(*extents)
+
+
+def _with_stride_parameters(func: Any) -> tuple[Any, list[tuple[int, int]]]:
+    """The prim_func with its dynamic strides as further int64 parameters, and where they come from.
+
+    TileLang 0.1.15 forgets dynamic strides in the C function that its CPU back end calls, which
+    then does not compile; parameters it passes on.
+
+    Returns:
+        The new prim_func, and (argument, dim) for each parameter added.
+    """
+    from tilelang import tvm
+
+    added: list[Any] = []
+    slots = []
+    for argument, param in enumerate(func.params):
+        strides = func.buffer_map[param].strides if param in func.buffer_map else []
+        for dim, stride in enumerate(strides):
+            if isinstance(stride, tvm.tirx.Var) and not any(stride.same_as(v) for v in added):
+                added.append(stride)
+                slots.append((argument, dim))
+    params = [*func.params, *added]
+    with_strides = tvm.tirx.PrimFunc(params, func.body, func.ret_type, func.buffer_map, func.attrs)
+    return with_strides, slots
