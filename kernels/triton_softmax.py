@@ -1,0 +1,220 @@
+"""Row softmax in Triton: a program holds whole rows on chip, reads once and writes once.
+
+    y_j  = exp(x_j - max x) / sum_k exp(x_k - max x)
+    dx_j = y_j (dy_j - sum_k y_k dy_k)
+
+The forward keeps a tile of BLOCK_M rows and BLOCK_N columns in registers, BLOCK_N being the row's
+length rounded up to a power of two: short rows share a program, long ones have one each. Padding
+lanes hold -inf, the identity of the maximum, whose exponential is 0. With `is_causal` the rule
+"query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is never read.
+The backward needs y alone.
+
+Rows wider than MAX_COLUMNS_FWD (or _BWD) do not fit; triton_softmax_wide.py splits them over
+programs.
+
+Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
+`is_causal` and number of leading dims that cannot be merged; lengths and strides are run-time
+arguments (apart from Triton's own specialisation on 1 and on multiples of 16).
+
+The maximum is subtracted before anything is scaled: x * log2(e) - max * log2(e) in one fused
+multiply-add would leave the rounding error of the product, which for large x is large.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minitx.kernels.triton_rows import (
+    load_visible,
+    merge_leading_dims,
+    row_offsets,
+    visible_columns,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# Columns that one program can hold: 32 float32 values in each of 1024 threads, half of an SM's
+# registers. The backward holds two rows, y and dy.
+MAX_COLUMNS_FWD = 32768
+MAX_COLUMNS_BWD = 16384
+TILE = 4096  # elements that a program takes at least, in rows of up to that length
+VALUES_PER_THREAD = 32
+
+
+@triton.jit
+def _softmax_fwd_kernel(
+    x_ptr,
+    y_ptr,
+    sizes,
+    x_strides,
+    y_strides,
+    x_step,
+    y_step,
+    n_rows,
+    n_cols,
+    Sq,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+    visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
+
+    x_ptrs = x_ptr + row_offsets(rows, sizes, x_strides) + cols * x_step
+    x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
+
+    row_max = tl.max(x, axis=1, keep_dims=True)
+    # A row of -inf alone: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN.
+    p = tl.exp2((x - tl.where(row_max == -float("inf"), 0.0, row_max)) * LOG2E)
+    # tl.max may pass over a NaN; the sum never does.
+    row_sum = tl.sum(p, axis=1, keep_dims=True)
+    y = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
+
+    y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
+
+
+@triton.jit
+def _softmax_bwd_kernel(
+    y_ptr,
+    dy_ptr,
+    dx_ptr,
+    sizes,
+    y_strides,
+    dy_strides,
+    dx_strides,
+    y_step,
+    dy_step,
+    dx_step,
+    n_rows,
+    n_cols,
+    Sq,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+    visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
+
+    y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
+    dy_ptrs = dy_ptr + row_offsets(rows, sizes, dy_strides) + cols * dy_step
+    y = load_visible(y_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
+    dy = load_visible(dy_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
+
+    delta = tl.sum(y * dy, axis=1, keep_dims=True)
+    # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
+    row_sum = tl.sum(y, axis=1, keep_dims=True)
+    dx = tl.where((cols < visible) & (row_sum != 0.0), y * (dy - delta), 0.0)
+
+    dx_ptrs = dx_ptr + row_offsets(rows, sizes, dx_strides) + cols * dx_step
+    tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
+
+
+def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns."""
+    block_n = triton.next_power_of_2(n_cols)
+    # Where the rows are adjacent in memory and not the columns (softmax over another dim than the
+    # last), a program takes as many rows as it can, so that what it loads is adjacent as well.
+    elements = max(TILE if columns_adjacent else MAX_COLUMNS_BWD, block_n)
+    num_warps = min(max(elements // (32 * VALUES_PER_THREAD), 1), 32)
+    return elements // block_n, block_n, num_warps
+
+
+def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
+    n_cols = x.shape[-1]
+    sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
+    n_rows = x.numel() // n_cols
+    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
+    with torch.cuda.device_of(x):
+        _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
+            x,
+            y,
+            sizes,
+            x_strides,
+            y_strides,
+            x.stride(-1),
+            y.stride(-1),
+            n_rows,
+            n_cols,
+            x.shape[-2] if is_causal else 1,
+            IS_CAUSAL=is_causal,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
+        )
+
+
+def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> None:
+    n_cols = y.shape[-1]
+    sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
+    n_rows = y.numel() // n_cols
+    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
+    with torch.cuda.device_of(y):
+        _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
+            y,
+            dy,
+            dx,
+            sizes,
+            y_strides,
+            dy_strides,
+            dx_strides,
+            y.stride(-1),
+            dy.stride(-1),
+            dx.stride(-1),
+            n_rows,
+            n_cols,
+            y.shape[-2] if is_causal else 1,
+            IS_CAUSAL=is_causal,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
+        )
+
+
+@torch.library.custom_op("minitx::triton_softmax_fwd", mutates_args=())
+def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    y = torch.empty_like(x)
+    if x.numel() > 0:
+        _launch_fwd(x, y, is_causal)
+    return y
+
+
+@torch.library.custom_op("minitx::triton_softmax_bwd", mutates_args=())
+def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    dx = torch.empty_like(y)
+    if y.numel() > 0:
+        _launch_bwd(y, dy, dx, is_causal)
+    return dx
+
+
+@_softmax_fwd.register_fake
+def _(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_softmax_bwd.register_fake
+def _(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.empty_like(y)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output)
+    ctx.is_causal = inputs[1]
+
+
+def _backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    (y,) = ctx.saved_tensors
+    return _softmax_bwd(y, dy, ctx.is_causal), None
+
+
+_softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def triton_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    """Softmax over the last dim of rows [..., N], in their dtype and layout, computed in float32.
+
+    With `is_causal` rows are scores [..., Sq, Skv]. Differentiable once.
+    """
+    return _softmax_fwd(rows, is_causal)
