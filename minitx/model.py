@@ -309,8 +309,19 @@ class GPT(nn.Module):
 
         A sum, not a mean: micro-batches with different numbers of targets then add up rightly.
         """
-        logits = self(tokens).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+        return self._cross_entropy(tokens, targets, "sum")
+
+    @torch.no_grad()
+    def token_losses(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy, nats, of each target [B, S], without gradients; 0 where left out."""
+        return self._cross_entropy(tokens, targets, "none").view_as(targets)
+
+    def _cross_entropy(
+        self, tokens: torch.Tensor, targets: torch.Tensor, reduction: str
+    ) -> torch.Tensor:
+        logits = self(tokens).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction=reduction)
 
 
 def num_params(model: GPT) -> int:

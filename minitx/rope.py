@@ -101,5 +101,6 @@ class RotaryEmbedding(nn.Module):
         S = x.shape[1]
         cos = self.cos[start : start + S, None]  # [S, 1, D / 2]
         sin = self.sin[start : start + S, None]
-        x1, x2 = x.float().chunk(2, dim=-1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x1, x2 = x.to(wide).chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)

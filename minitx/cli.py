@@ -1,0 +1,102 @@
+"""The command line of every command: a dataclass, YAML files over it, flags over those.
+
+    --config configs/x.yaml --kernel triton --model.n_layer 2
+
+A user's mistake is one line on stderr and exit code 2, never a stack trace; MINITX_DEBUG=1 shows
+the trace too.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from minitx.kernels import KernelUnavailableError
+
+Config = TypeVar("Config")
+
+EXIT_USER_ERROR = 2
+EXIT_PARITY_FAILED = 3
+
+
+class UserError(ValueError):
+    """A mistake the user can mend; the message says what was wrong, what was expected, what to
+    do."""
+
+
+def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument(
+        "--config", action="config", help="YAML file with any of the settings below"
+    )
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+def parse_config(
+    config_class: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    default_config: Path | None = None,
+) -> Config:
+    """argv -> an instance of config_class. Raises UserError with one line for anything unknown or
+    bad.
+
+    default_config: the YAML file to start from when argv names none.
+    """
+    parser = make_parser(config_class, prog, description)
+    argv = list(argv)
+    if default_config is not None and not any(a.split("=")[0] == "--config" for a in argv):
+        argv = ["--config", str(default_config), *argv]
+    for path in _config_paths(argv):
+        if not os.path.isfile(path):
+            raise UserError(f"--config {path}: no such file")
+    try:
+        namespace = parser.parse_args(argv)
+        namespace = parser.instantiate_classes(namespace)
+    except ArgumentError as error:
+        raise UserError(_one_line(str(error))) from error
+    settings = {k: v for k, v in vars(namespace).items() if k != "config"}
+    return config_class(**settings)
+
+
+def _config_paths(argv: list[str]) -> list[str]:
+    paths = [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
+    return paths + [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse explains itself over several lines, the cause first."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return "; ".join(line.rstrip(".:") if line.endswith((".", ":")) else line for line in lines)
+
+
+def run_cli(
+    main: Callable[[Config], int | None],
+    config_class: type[Config],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    default_config: Callable[[Sequence[str]], Path | None] | None = None,
+) -> int:
+    """Parses, runs `main(config)` and returns the exit code: main's, or 2 after a user's
+    mistake."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        default = default_config(argv) if default_config is not None else None
+        config = parse_config(
+            config_class, argv, prog=prog, description=description, default_config=default
+        )
+        return main(config) or 0
+    except (ValueError, TypeError, OSError, KernelUnavailableError) as error:
+        if os.environ.get("MINITX_DEBUG") == "1":
+            raise
+        print(f"{prog}: error: {_one_line(str(error))}", file=sys.stderr)
+        return EXIT_USER_ERROR

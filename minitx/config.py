@@ -1,0 +1,199 @@
+"""TrainConfig: everything `train.py` can be told, as dataclasses that jsonargparse reads.
+
+The docstring under a field is its --help. Files in configs/ state only what differs from here.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from minitx.data import DataConfig
+from minitx.model import GPTConfig
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass
+class BatchConfig:
+    """How many tokens a step sees, and in how many pieces."""
+
+    tokens: int = 32_768
+    """Tokens a step, over all micro-batches."""
+    seq_len: int | None = None
+    """Context in tokens; the model's max_seq_len by default."""
+    micro: int | None = None
+    """Sequences a micro-batch; by default all of the step's in one."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr: float = 6e-5
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly; its first value is already above 0."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine to min_lr; or stable, then linear to min_lr (wsd); or constant."""
+    decay_fraction: float = 0.2
+    """Share of all steps that wsd decays over."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only: not on norms, biases or vectors."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: float = 1e-8
+    """Added to the square root of the squared gradient's running mean."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0 clips nothing."""
+
+
+@dataclass
+class LogConfig:
+    """What is printed and measured, and when."""
+
+    interval: int = 10
+    """Steps between lines of metrics."""
+    eval_interval: int = 100
+    """Steps between validation losses; 0 evaluates at the end only."""
+    eval_tokens: int = 65_536
+    """Tokens of the validation documents used for it, from the first on."""
+    plots: bool = True
+    """Draw loss.png and parity.png."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    interval: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """How many of the newest to keep; 0 keeps all."""
+    best: bool = False
+    """Also save after every validation that is the best so far, and keep that one apart."""
+
+
+@dataclass
+class TrainConfig:
+    """Train a GPT with the attention kernel of your choice, and prove that it learns the same."""
+
+    kernel: str = "auto"
+    """Attention kernel: eager, sdpa, triton-softmax, tilelang-softmax, triton, tilelang or auto."""
+    compare: str = "eager"
+    """Kernel that the chosen one is compared with before training; none skips the comparison."""
+    compare_steps: int = 20
+    """Steps of training on each kernel for that comparison."""
+    out_dir: str | None = None
+    """Folder of the run; by default runs/KERNEL, with a number behind it if that exists."""
+    overwrite: bool = False
+    """Empty out_dir first, if it holds a run."""
+    resume: str | None = None
+    """Run or checkpoint folder to go on from; auto: out_dir's latest, or a fresh start."""
+    resume_allow: bool = False
+    """Go on although settings that change the result differ from those of the run resumed."""
+    max_steps: int = 1000
+    """Steps to train in all, those before a resume included."""
+    seed: int = 0
+    """Seed of the weights, the data order and dropout."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU, float32 on a CPU."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def seq_len(self) -> int:
+        return self.batch.seq_len or self.model.max_seq_len
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch.micro or self.batch.tokens // self.seq_len
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return self.batch.tokens // (self.seq_len * self.micro_batch)
+
+    def validate(self) -> None:
+        """Raises ValueError, naming the flag, for settings that do not go together."""
+        at_least_one = {
+            "--max_steps": self.max_steps,
+            "--compare_steps": self.compare_steps,
+            "--batch.tokens": self.batch.tokens,
+            "--batch.seq_len": self.seq_len,
+            "--log.interval": self.log.interval,
+            "--log.eval_tokens": self.log.eval_tokens,
+        }
+        for flag, value in at_least_one.items():
+            if value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
+        not_negative = {
+            "--optim.lr": self.optim.lr,
+            "--optim.min_lr": self.optim.min_lr,
+            "--optim.warmup_steps": self.optim.warmup_steps,
+            "--optim.weight_decay": self.optim.weight_decay,
+            "--optim.grad_clip": self.optim.grad_clip,
+            "--log.eval_interval": self.log.eval_interval,
+            "--checkpoint.interval": self.checkpoint.interval,
+            "--checkpoint.keep": self.checkpoint.keep,
+        }
+        for flag, value in not_negative.items():
+            if value < 0:
+                raise ValueError(f"{flag} must not be negative, got {value}")
+        if self.model.pos == "learned" and self.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"--batch.seq_len {self.seq_len} is beyond the {self.model.max_seq_len} learned "
+                "positions; raise --model.max_seq_len"
+            )
+        if self.batch.micro is not None and self.batch.micro < 1:
+            raise ValueError(f"--batch.micro must be at least 1, got {self.batch.micro}")
+        sequences, left = divmod(self.batch.tokens, self.seq_len)
+        if left or sequences == 0:
+            raise ValueError(
+                f"--batch.tokens {self.batch.tokens} is not a multiple of the context of "
+                f"{self.seq_len} tokens; try {max(1, sequences) * self.seq_len}"
+            )
+        if sequences % self.micro_batch:
+            raise ValueError(
+                f"--batch.micro {self.batch.micro} does not divide the {sequences} sequences of a "
+                f"step ({self.batch.tokens} tokens of context {self.seq_len})"
+            )
+        if not 0.0 <= self.optim.decay_fraction <= 1.0:
+            raise ValueError(
+                f"--optim.decay_fraction must be in [0, 1], got {self.optim.decay_fraction}"
+            )
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass as plain dicts, for JSON and YAML."""
+    return dataclasses.asdict(config)
+
+
+def save_yaml(config: Any, path: Path) -> None:
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple]:
+    """Settings that differ between two config dicts: dotted name -> (old, new)."""
+    found: dict[str, tuple] = {}
+    for name in old.keys() | new.keys():
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found.update(differences(a, b, f"{prefix}{name}."))
+        elif a != b:
+            found[prefix + name] = (a, b)
+    return dict(sorted(found.items()))

@@ -1,0 +1,120 @@
+"""Pictures of a run. They are drawn from its files, and so can be drawn again.
+
+python -m minitx.plots RUN [RUN ...] --out loss.png      runs over one another
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from minitx.metrics import read_metrics
+
+# Okabe and Ito's colours, told apart by the colour-blind too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _finish(axis: Any, xlabel: str, ylabel: str, title: str) -> None:
+    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+
+
+def plot_losses(runs: dict[str, Path], path: Path, unigram_entropy: float | None = None) -> None:
+    """Training (thin) and validation (dots) loss by step, one colour a run.
+
+    runs: label -> metrics.jsonl.
+    """
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, (label, metrics) in enumerate(runs.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        records = read_metrics(metrics)
+        train = [r for r in records if r["kind"] == "train"]
+        val = [r for r in records if r["kind"] == "eval"]
+        axis.plot(
+            [r["step"] for r in train],
+            [r["loss"] for r in train],
+            color=colour,
+            alpha=0.6,
+            linewidth=1.2,
+            label=f"{label}: training",
+        )
+        if val:
+            axis.plot(
+                [r["step"] for r in val],
+                [r["val_loss"] for r in val],
+                color=colour,
+                marker="o",
+                label=f"{label}: validation",
+            )
+    if unigram_entropy is not None:
+        axis.axhline(unigram_entropy, color="grey", linestyle="--", linewidth=1)
+        axis.annotate(
+            "entropy of single tokens",
+            (1.0, unigram_entropy),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color="grey",
+        )
+    _finish(axis, "step", "loss (nats a token)", "Loss by training step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_parity(parity: dict[str, Any], path: Path) -> None:
+    """The loss curves over one another, and the distance from the truth beside its budget."""
+    plt = _pyplot()
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    steps = range(1, parity["steps"] + 1)
+    kernel, baseline = parity["kernel"], parity["baseline"]
+    verdict = "passed" if parity["passed"] else "FAILED"
+    top.plot(steps, parity["truth_losses"], color="grey", linewidth=5, alpha=0.4, label="truth")
+    top.plot(steps, parity["baseline_losses"], color=COLOURS[1], label=baseline)
+    top.plot(steps, parity["kernel_losses"], "--", color=COLOURS[0], label=kernel)
+    _finish(
+        top,
+        "",
+        "loss (nats a token)",
+        f"Parity {verdict}: {kernel} against {baseline}, {parity['dtype']}",
+    )
+    bottom.plot(steps, parity["token_loss_baseline"], color=COLOURS[1], label=baseline)
+    bottom.plot(steps, parity["token_loss_error"], color=COLOURS[0], label=kernel)
+    bottom.plot(steps, parity["token_loss_budget"], "k:", label="budget of the kernel")
+    bottom.set_yscale("log")
+    _finish(bottom, "step", "RMS over tokens of |loss - truth| (nats)", "Distance from the truth")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m minitx.plots", description="Draw the losses of runs over one another."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="the picture")
+    args = parser.parse_args()
+    for run in args.runs:
+        if not (run / "metrics.jsonl").is_file():
+            parser.error(f"{run} holds no metrics.jsonl; expected the folder of a run")
+    plot_losses({run.name: run / "metrics.jsonl" for run in args.runs}, args.out)
+    parity = args.runs[0] / "parity.json"
+    if len(args.runs) == 1 and parity.is_file():
+        plot_parity(json.loads(parity.read_text("utf-8")), args.out.with_name("parity.png"))
+
+
+if __name__ == "__main__":
+    main()
