@@ -15,9 +15,6 @@ programs.
 Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
 `is_causal` and number of leading dims that cannot be merged; lengths and strides are run-time
 arguments (apart from Triton's own specialisation on 1 and on multiples of 16).
-
-The maximum is subtracted before anything is scaled: x * log2(e) - max * log2(e) in one fused
-multiply-add would leave the rounding error of the product, which for large x is large.
 """
 
 import torch
@@ -25,13 +22,14 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.triton_rows import (
+    exp_below,
     load_visible,
     merge_leading_dims,
     row_offsets,
     visible_columns,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 
 # Columns that one program can hold: 32 float32 values in each of 1024 threads, half of an SM's
 # registers. The backward holds two rows, y and dy.
@@ -65,10 +63,8 @@ def _softmax_fwd_kernel(
     x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
 
     row_max = tl.max(x, axis=1, keep_dims=True)
-    # A row of -inf alone: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN.
-    p = tl.exp2((x - tl.where(row_max == -float("inf"), 0.0, row_max)) * LOG2E)
-    # tl.max may pass over a NaN; the sum never does.
-    row_sum = tl.sum(p, axis=1, keep_dims=True)
+    p = exp_below(x, row_max)
+    row_sum = tl.sum(p, axis=1, keep_dims=True)  # tl.max may pass over a NaN, the sum never does
     y = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
 
     y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
@@ -106,7 +102,8 @@ def _softmax_bwd_kernel(
     delta = tl.sum(y * dy, axis=1, keep_dims=True)
     # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
     row_sum = tl.sum(y, axis=1, keep_dims=True)
-    dx = tl.where((cols < visible) & (row_sum != 0.0), y * (dy - delta), 0.0)
+    visible = tl.where(row_sum == 0.0, 0, visible)
+    dx = tl.where(cols < visible, y * (dy - delta), 0.0)
 
     dx_ptrs = dx_ptr + row_offsets(rows, sizes, dx_strides) + cols * dx_step
     tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
@@ -127,7 +124,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
     block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
-    with torch.cuda.device_of(x):
+    with launching_on(x.device):
         _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
             x,
             y,
@@ -151,7 +148,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
     block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
-    with torch.cuda.device_of(y):
+    with launching_on(y.device):
         _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
             y,
             dy,
@@ -177,7 +174,8 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
 def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
-        _launch_fwd(x, y, is_causal)
+        launch = _launch_fwd if x.shape[-1] <= MAX_COLUMNS_FWD else launch_wide_fwd
+        launch(x, y, is_causal)
     return y
 
 
@@ -185,7 +183,8 @@ def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
 def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
-        _launch_bwd(y, dy, dx, is_causal)
+        launch = _launch_bwd if y.shape[-1] <= MAX_COLUMNS_BWD else launch_wide_bwd
+        launch(y, dy, dx, is_causal)
     return dx
 
 
