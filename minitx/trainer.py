@@ -148,9 +148,10 @@ class Trainer:
     def _non_finite_message(self, result: StepResult) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"step {self.step_number}: loss {result.loss}, gradient norm {result.grad_norm} on kernel "
-            f"'{self.kernel}' in {dtype}; the weights are as they were before it. Try a lower "
-            "--optim.lr or more --optim.warmup_steps; --kernel eager shows whether it is the kernel"
+            f"step {self.step_number}: loss {result.loss}, gradient norm {result.grad_norm} on "
+            f"kernel '{self.kernel}' in {dtype}; the weights are as they were before it. "
+            "Try a lower --optim.lr or more --optim.warmup_steps; --kernel eager shows whether "
+            "it is the kernel"
         )
 
     @torch.no_grad()
