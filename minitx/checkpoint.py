@@ -123,7 +123,9 @@ def save_checkpoint(
         moments, content["optimizer"] = optimizer_state(optimizer, model)
     json.dumps(content)  # what JSON cannot hold is refused before anything is written
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
         clear_leftovers(folder)
         temporary.mkdir()
         content["files"] = {MODEL: write_tensors(temporary / MODEL, named_tensors(model))}
