@@ -1,0 +1,266 @@
+"""Fused attention in Triton: scores stay on chip, and the softmax is taken online, tile by tile.
+
+A program has BLOCK_M queries of one head and walks over the keys they see, BLOCK_N at a time
+(FlashAttention-2, section 3.1). With s the scores of a tile and m the largest so far, all times
+log2(e) * scale, it keeps
+
+    row_max = m,   row_sum = sum 2^(s - m),   acc = sum 2^(s - m) v
+
+and where m grows, multiplies row_sum and acc by 2^(m_old - m_new). In the end out = acc / row_sum,
+lse = ln(row_sum) + scale * m.
+
+    queries     keys ->    B bulk: every query of the tile sees every key, no mask at all
+      |         B B M .    M masked: the diagonal, and the ragged end of the keys
+      v         B B B M    . never visited
+
+Layout: q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D], any strides, read in place; float32, float16 or
+bfloat16, D from 1 to 256. Products of float32 are IEEE float32; those of 16-bit inputs are made in
+their dtype and summed in float32. In Triton's interpreter 16-bit inputs are computed in float32 and
+rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minitx.kernels.triton_attention_bwd import launch_bwd
+from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_tiles import (
+    LOG2E,
+    Tiles,
+    head_start,
+    heads_per_wave,
+    interpreter_tiles,
+    is_wide,
+    key_range,
+    load_tile,
+    padded_head_dim,
+    rows_offset,
+    scale_sign,
+    signed,
+    store_tile,
+    tile_and_head,
+    tile_offsets,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
+def attention_fwd(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    scale,
+    n_heads,
+    heads_per_wave,
+    Hq,
+    Hkv,
+    Sq,
+    Skv,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SCALE_SIGN: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out, and lse [B, Hq, Sq] (contiguous), of one block of BLOCK_M queries of one head."""
+    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
+    start_m = (n_tiles - 1 - tile) * BLOCK_M  # the last queries see most keys: they go first
+    queries = start_m + tl.arange(0, BLOCK_M)
+
+    q_ptr = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
+    q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
+    q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
+    q, score_scale = signed(q, scale, SCALE_SIGN)
+    qk_scale = score_scale * LOG2E
+
+    kv_head = head // (Hq // Hkv)
+    k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides)
+    v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides)
+    k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
+    v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
+    k_step = rows_offset(BLOCK_N, k_strides)
+    v_step = rows_offset(BLOCK_N, v_strides)
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    bulk_end, end = key_range(start_m, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    for MASKED in tl.static_range(2):  # first the bulk without a mask, then the rest with it
+        for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
+            k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            if MASKED:
+                visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
+                scores = tl.where(visible, scores, float("-inf"))
+            # tl.max passes over NaN, but p is NaN where a score is, and then so are the sums.
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            # A row that has seen nothing but -inf takes a finite shift: -inf - -inf is NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            # Subtract, then scale: the largest score gives 2^0 to the bit, however huge it is. In
+            # scores * qk_scale - shift * qk_scale a fused multiply-add would round one product and
+            # not the other, by thousands at scores of 1e11.
+            p = tl.exp2((scores - shift[:, None]) * qk_scale)
+            rescale = tl.exp2((row_max - shift) * qk_scale)
+            row_max = new_max
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+            k_ptr += k_step
+            v_ptr += v_step
+
+    is_empty = row_sum == 0.0
+    acc = acc / tl.where(is_empty, 1.0, row_sum)[:, None]
+    lse = row_max * score_scale + tl.log(row_sum)
+    lse = tl.where(is_empty, float("-inf"), lse)
+    lse_ptr += tl.cast(head, tl.int64) * Sq
+    tl.store(lse_ptr + queries, lse, mask=queries < Sq)
+    out_ptr = head_start(out_ptr, head, Hq, out_strides) + rows_offset(start_m, out_strides)
+    out_offsets = tile_offsets(out_strides, BLOCK_M, HEAD_DIM, WIDE)
+    store_tile(out_ptr, out_offsets, acc, Sq - start_m, D)
+
+
+def _fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """Tiles for the forward on q's device: what fits in shared memory, and was measured fastest."""
+    HEAD_DIM = padded_head_dim(q.shape[3])
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    if q.dtype == torch.float32:
+        return Tiles(64, 32, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    if HEAD_DIM <= 64:
+        return Tiles(128, 64, 4, 3)
+    if HEAD_DIM <= 128:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(64, 32, 4, 2)
+
+
+def _fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op's implementation: launches attention_fwd."""
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
+        return out.to(q.dtype), lse
+    B, Hq, Sq, D = q.shape
+    out = torch.empty_like(q)
+    lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, lse
+    tiles = _fwd_tiles(q, k)
+    with launching_on(q.device):
+        attention_fwd[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            scale,
+            B * Hq,
+            heads_per_wave(k, Hq),
+            Hq,
+            k.shape[1],
+            Sq,
+            k.shape[2],
+            D=D,
+            HEAD_DIM=padded_head_dim(D),
+            IS_CAUSAL=is_causal,
+            SCALE_SIGN=scale_sign(scale),
+            WIDE=is_wide(q, k, v, out),
+            **tiles._asdict(),
+        )
+    return out, lse
+
+
+def _fwd_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # a loss that leaves lse alone sends None, not zeros
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = q.new_zeros(()).expand(out.shape)
+    needs = ctx.needs_input_grad[:3]
+    grads = torch.ops.minitx.triton_attention_bwd(
+        dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs
+    )
+    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dq, dk, dv, None, None
+
+
+def _bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        tensors = (t.float() for t in (dout, q, k, v, out))
+        dout, qf, kf, vf, out = tensors
+        grads = _bwd(dout, dlse, qf, kf, vf, out, lse, is_causal, scale, needs)
+        return tuple(grad.to(q.dtype) for grad in grads)
+    grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
+    asked = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    with launching_on(q.device):
+        launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *asked)
+    return grads
+
+
+def _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
+    return tuple(
+        torch.empty_like(t) if needed else t.new_empty(0)
+        for t, needed in zip((q, k, v), needs, strict=True)
+    )
+
+
+def _second_backward(ctx, *grads):
+    raise RuntimeError(
+        "kernel 'triton' has no second derivative; use kernel 'reference' where one is needed"
+    )
+
+
+torch.library.define(
+    "minitx::triton_attention_fwd",
+    "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "minitx::triton_attention_bwd",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "bool is_causal, float scale, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("minitx::triton_attention_fwd", ("cpu", "cuda"), _fwd)
+torch.library.impl("minitx::triton_attention_bwd", ("cpu", "cuda"), _bwd)
+torch.library.register_fake("minitx::triton_attention_fwd", _fwd_fake)
+torch.library.register_fake("minitx::triton_attention_bwd", _bwd_fake)
+torch.library.register_autograd(
+    "minitx::triton_attention_fwd", _backward, setup_context=_setup_context
+)
+torch.library.register_autograd("minitx::triton_attention_bwd", _second_backward)
+
+
+def triton_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, Sq, D] in q's dtype and layout, and lse [B, Hq, Sq] in float32, natural log.
+
+    Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
+    head dim compiles for some seconds; lengths never do.
+    """
+    return torch.ops.minitx.triton_attention_fwd(q, k, v, is_causal, scale)

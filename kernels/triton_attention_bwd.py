@@ -1,0 +1,367 @@
+"""The backward of Triton's fused attention: dQ by blocks of queries, dK and dV by blocks of keys.
+
+With p = exp(scale * q k^T - lse), recomputed tile by tile (FlashAttention-2, section 3.2):
+
+    delta = rowsum(dout * out) - dlse        dv = p^T dout
+    ds = p * (dout v^T - delta)              dq = scale * ds k        dk = scale * ds^T q
+
+Two kernels, no atomics: every run gives the same bits. The first also writes delta, which the
+second reads. Sums are float32; p and ds are rounded to the inputs' dtype before their products.
+
+The second keeps its scores transposed, k q^T, so that p^T and ds^T come out as the left operands
+they have to be. Nothing is ever transposed on the left: Triton 3.4 to 3.7.0 miscompiles tl.dot on
+Hopper where its left operand is a transposed register tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minitx.kernels.triton_tiles import (
+    LOG2E,
+    Tiles,
+    head_start,
+    heads_per_wave,
+    interpreter_tiles,
+    is_wide,
+    key_range,
+    load_tile,
+    padded_head_dim,
+    query_range,
+    rows_offset,
+    scale_sign,
+    signed,
+    store_tile,
+    tile_and_head,
+    tile_offsets,
+    visible_keys,
+    visible_queries,
+)
+
+
+@triton.jit
+def _probabilities(scores, score_scale, lse):
+    """exp(score_scale * scores - lse) for an lse that broadcasts.
+
+    Not in base 2: where logits are huge, lse is the largest of them to the bit, and the difference
+    must be 0 then. Compiled without fusing it into one multiply-add, for the same reason.
+    """
+    return tl.exp2((scores * score_scale - lse) * LOG2E)
+
+
+@triton.jit
+def _without_empty_rows(lse):
+    """lse with +inf for -inf: the p of a row without keys is then 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def _load_row(ptr, mask, MASKED: tl.constexpr):
+    """lse or delta of a tile's queries; 0 for those past Sq, whose p the mask takes away."""
+    return tl.load(ptr, mask=mask, other=0.0) if MASKED else tl.load(ptr)
+
+
+@triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
+def attention_bwd_dq(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    delta_ptr,
+    dq_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    dq_strides,
+    scale,
+    n_heads,
+    heads_per_wave,
+    Hq,
+    Hkv,
+    Sq,
+    Skv,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SCALE_SIGN: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    NEEDS_DQ: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """delta [B, Hq, Sq] (contiguous) and, if NEEDS_DQ, dq of BLOCK_M queries of one head."""
+    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
+    start_m = (n_tiles - 1 - tile) * BLOCK_M  # the last queries see most keys: they go first
+    queries = start_m + tl.arange(0, BLOCK_M)
+
+    out_ptr = head_start(out_ptr, head, Hq, out_strides) + rows_offset(start_m, out_strides)
+    out_offsets = tile_offsets(out_strides, BLOCK_M, HEAD_DIM, WIDE)
+    out = load_tile(out_ptr, out_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
+    dout_ptr = head_start(dout_ptr, head, Hq, dout_strides) + rows_offset(start_m, dout_strides)
+    dout_offsets = tile_offsets(dout_strides, BLOCK_M, HEAD_DIM, WIDE)
+    dout = load_tile(dout_ptr, dout_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_M]
+    if HAS_DLSE:
+        dlse_ptr = head_start(dlse_ptr, head, Hq, dlse_strides)
+        dlse = tl.load(dlse_ptr + rows_offset(queries, dlse_strides), mask=queries < Sq, other=0.0)
+        delta -= dlse
+    row = tl.cast(head, tl.int64) * Sq + queries
+    tl.store(delta_ptr + row, delta, mask=queries < Sq)
+
+    if NEEDS_DQ:
+        q_ptr = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
+        q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
+        q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
+        q, score_scale = signed(q, scale, SCALE_SIGN)
+        lse = _load_row(lse_ptr + row, queries < Sq, True)
+        lse = _without_empty_rows(lse)[:, None]  # [BLOCK_M, 1]
+        delta = delta[:, None]
+
+        kv_head = head // (Hq // Hkv)
+        k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides)
+        v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides)
+        k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
+        v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
+        k_step = rows_offset(BLOCK_N, k_strides)
+        v_step = rows_offset(BLOCK_N, v_strides)
+
+        dq = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+        bulk_end, end = key_range(start_m, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
+        for MASKED in tl.static_range(2):
+            for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
+                k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
+                v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+                dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+                ds = _probabilities(scores, score_scale, lse) * (dp - delta)
+                if MASKED:
+                    visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
+                    ds = tl.where(visible, ds, 0.0)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+                k_ptr += k_step
+                v_ptr += v_step
+
+        dq_ptr = head_start(dq_ptr, head, Hq, dq_strides) + rows_offset(start_m, dq_strides)
+        dq_offsets = tile_offsets(dq_strides, BLOCK_M, HEAD_DIM, WIDE)
+        store_tile(dq_ptr, dq_offsets, dq * scale, Sq - start_m, D)
+
+
+@triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
+def attention_bwd_dkdv(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    dout_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    scale,
+    n_heads,
+    heads_per_wave,
+    Hq,
+    Hkv,
+    Sq,
+    Skv,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SCALE_SIGN: tl.constexpr,
+    NEEDS_DK: tl.constexpr,
+    NEEDS_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dk and dv of BLOCK_N keys of one key head, summed over the query heads that share it."""
+    n_tiles = tl.cdiv(Skv, BLOCK_N)
+    tile, kv_head = tile_and_head(n_tiles, n_heads, heads_per_wave)
+    start_n = tile * BLOCK_N  # the first keys are seen by most queries: they go first
+    group = Hq // Hkv
+
+    k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides) + rows_offset(start_n, k_strides)
+    k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
+    k = load_tile(k_ptr, k_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
+    k, score_scale = signed(k, scale, SCALE_SIGN)
+    v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides) + rows_offset(start_n, v_strides)
+    v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
+    v = load_tile(v_ptr, v_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
+
+    q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
+    dout_offsets = tile_offsets(dout_strides, BLOCK_M, HEAD_DIM, WIDE)
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, HEAD_DIM], dtype=tl.float32)
+    # Masked tiles reach from `first` to the bulk, and there may be a last one after it.
+    first, bulk_start, bulk_end = query_range(start_n, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    n_bulk = (bulk_end - bulk_start) // BLOCK_M
+    n_masked = (bulk_start - first) // BLOCK_M + tl.where(bulk_end < Sq, 1, 0)
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        q_head = head_start(q_ptr, head, Hq, q_strides)
+        dout_head = head_start(dout_ptr, head, Hq, dout_strides)
+        row = tl.cast(head, tl.int64) * Sq
+        for MASKED in tl.static_range(2):
+            for i in range(0, n_masked if MASKED else n_bulk):
+                start_m = (first if MASKED else bulk_start) + i * BLOCK_M
+                if MASKED:  # from the diagonal over the bulk to the ragged end
+                    start_m = tl.where(start_m < bulk_start, start_m, bulk_end)
+                queries = start_m + tl.arange(0, BLOCK_M)
+                q_tile = q_head + rows_offset(start_m, q_strides)
+                q = load_tile(q_tile, q_offsets, Sq - start_m, D, MASKED)  # [BLOCK_M, HEAD_DIM]
+                dout_tile = dout_head + rows_offset(start_m, dout_strides)
+                dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
+                scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+                lse = _load_row(lse_ptr + row + queries, queries < Sq, MASKED)
+                p = _probabilities(scores, score_scale, _without_empty_rows(lse)[None, :])
+                if MASKED:
+                    visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
+                    p = tl.where(visible, p, 0.0)
+                if NEEDS_DV:
+                    dv = tl.dot(p.to(q.dtype), dout, dv, input_precision="ieee")
+                if NEEDS_DK:
+                    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+                    delta = _load_row(delta_ptr + row + queries, queries < Sq, MASKED)
+                    ds = p * (dp - delta[None, :])
+                    if MASKED:
+                        ds = tl.where(visible, ds, 0.0)  # delta may be NaN
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+
+    if NEEDS_DK:
+        dk_ptr = head_start(dk_ptr, kv_head, Hkv, dk_strides) + rows_offset(start_n, dk_strides)
+        dk_offsets = tile_offsets(dk_strides, BLOCK_N, HEAD_DIM, WIDE)
+        store_tile(dk_ptr, dk_offsets, dk * scale, Skv - start_n, D)
+    if NEEDS_DV:
+        dv_ptr = head_start(dv_ptr, kv_head, Hkv, dv_strides) + rows_offset(start_n, dv_strides)
+        dv_offsets = tile_offsets(dv_strides, BLOCK_N, HEAD_DIM, WIDE)
+        store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
+
+
+def _dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """Tiles of attention_bwd_dq on q's device."""
+    HEAD_DIM = padded_head_dim(q.shape[3])
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    if q.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if HEAD_DIM <= 128:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(64, 32, 4, 1)
+
+
+def _dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """Tiles of attention_bwd_dkdv on q's device."""
+    HEAD_DIM = padded_head_dim(q.shape[3])
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    if q.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if HEAD_DIM <= 128:
+        return Tiles(64, 128, 8, 2)
+    return Tiles(32, 64, 4, 1)
+
+
+def launch_bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> None:
+    """Fills those of dq, dk and dv that are given, on the current device; None is not computed.
+
+    dout has out's shape, dlse lse's (None: zero), with any strides; lse is contiguous.
+    """
+    B, Hq, Sq, D = q.shape
+    Hkv, Skv = k.shape[1:3]
+    common = {
+        "D": D,
+        "HEAD_DIM": padded_head_dim(D),
+        "IS_CAUSAL": is_causal,
+        "SCALE_SIGN": scale_sign(scale),
+        "enable_fp_fusion": False,
+    }
+    delta = torch.empty_like(lse)
+    if q.numel() > 0 and (dq is not None or dk is not None):
+        tiles = _dq_tiles(q, k)
+        dq_out = q if dq is None else dq
+        attention_bwd_dq[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dout,
+            dlse,
+            delta,
+            dq,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            dout.stride(),
+            (0, 0, 0) if dlse is None else dlse.stride(),
+            (0, 0, 0, 0) if dq is None else dq.stride(),
+            scale,
+            B * Hq,
+            heads_per_wave(k, Hq),
+            Hq,
+            Hkv,
+            Sq,
+            Skv,
+            HAS_DLSE=dlse is not None,
+            NEEDS_DQ=dq is not None,
+            WIDE=is_wide(q, k, v, out, dout, dq_out),
+            **common,
+            **tiles._asdict(),
+        )
+    if k.numel() > 0 and (dk is not None or dv is not None):
+        tiles = _dkdv_tiles(q, k)
+        dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
+        attention_bwd_dkdv[(triton.cdiv(Skv, tiles.BLOCK_N) * B * Hkv,)](
+            q,
+            k,
+            v,
+            lse,
+            dout,
+            delta,
+            dk,
+            dv,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            dout.stride(),
+            dk_out.stride(),
+            dv_out.stride(),
+            scale,
+            B * Hkv,
+            heads_per_wave(k, Hkv),
+            Hq,
+            Hkv,
+            Sq,
+            Skv,
+            NEEDS_DK=dk is not None,
+            NEEDS_DV=dv is not None,
+            WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
+            **common,
+            **tiles._asdict(),
+        )

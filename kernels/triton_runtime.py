@@ -1,0 +1,33 @@
+"""Launching Triton kernels on the tensors' own device, compiled or in the interpreter."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+# The interpreter replaces functions of triton.language while a kernel runs: one kernel at a time.
+_interpreter_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """One thread at a time, and silent where the maths meets inf and NaN, as a GPU is."""
+    with _interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
+        yield
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager:
+    """The context to launch Triton kernels in, for tensors on `device`.
+
+    Triton launches on the current device and its current stream: where the tensors' device is
+    another, it is made current for the while.
+    """
+    if device.type == "cpu":
+        return _interpreting()
+    if device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

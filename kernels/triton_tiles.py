@@ -1,0 +1,194 @@
+"""Pieces that the Triton attention kernels share: which tile is whose, reading tiles, the mask.
+
+A tile is BLOCK rows of one head, [BLOCK, HEAD_DIM]: the D columns are padded to the power of two
+HEAD_DIM. `strides` are a tensor's four, of [B, H, S, D], in elements. A head's first element and a
+tile's first row are found in 64 bits; within a tile offsets have 32 bits, unless the strides are so
+large (WIDE) that 256 rows or columns would exceed them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
+
+
+@triton.jit
+def tile_and_head(n_tiles, n_heads, heads_per_wave):
+    """(tile, head) of this program: heads_per_wave heads at a time, and of those tile 0 first.
+
+    The grid is n_tiles * n_heads in x alone, as y and z end at 65535. Heads go in waves so that
+    the keys and values of those in flight stay in the L2 cache.
+    """
+    pid = tl.program_id(0)
+    first_head = pid // (n_tiles * heads_per_wave) * heads_per_wave
+    wave = tl.minimum(heads_per_wave, n_heads - first_head)
+    rank = pid - first_head * n_tiles
+    return rank // wave, first_head + rank % wave
+
+
+@triton.jit
+def head_start(ptr, head, n_heads, strides):
+    """Where head `head` of all B * n_heads begins."""
+    b = tl.cast(head // n_heads, tl.int64)
+    h = tl.cast(head % n_heads, tl.int64)
+    return ptr + b * strides[0] + h * strides[1]
+
+
+@triton.jit
+def rows_offset(rows, strides):
+    """64-bit offset of a number of rows."""
+    return tl.cast(rows, tl.int64) * strides[2]
+
+
+@triton.jit
+def tile_offsets(strides, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets within a tile, [BLOCK, HEAD_DIM]."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    if WIDE:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+    return rows * strides[2] + columns * strides[3]
+
+
+@triton.jit
+def load_tile(ptr, offsets, n_rows, D: tl.constexpr, RAGGED: tl.constexpr):
+    """The tile [BLOCK, HEAD_DIM] at ptr: 0 past D columns and, if RAGGED, past n_rows rows."""
+    BLOCK: tl.constexpr = offsets.shape[0]
+    HEAD_DIM: tl.constexpr = offsets.shape[1]
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    if RAGGED:
+        if D == HEAD_DIM:
+            tile = tl.load(ptr + offsets, mask=rows < n_rows, other=0.0)
+        else:
+            tile = tl.load(ptr + offsets, mask=(rows < n_rows) & (columns < D), other=0.0)
+    else:
+        if D == HEAD_DIM:
+            tile = tl.load(ptr + offsets)
+        else:
+            tile = tl.load(ptr + offsets, mask=columns < D, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(ptr, offsets, tile, n_rows, D: tl.constexpr):
+    """Stores those of the tile's first n_rows rows and D columns that exist, in ptr's dtype."""
+    BLOCK: tl.constexpr = offsets.shape[0]
+    HEAD_DIM: tl.constexpr = offsets.shape[1]
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(rows < n_rows) & (columns < D))
+
+
+@triton.jit
+def signed(tile, scale, SCALE_SIGN: tl.constexpr):
+    """(tile, scale) with a scale above 0 and the same products: tile * scale, whatever its sign.
+
+    With a positive scale the largest score is also the largest scaled one, and -inf stays -inf.
+    """
+    if SCALE_SIGN == 1:
+        positive = scale
+    elif SCALE_SIGN == -1:
+        positive = -scale
+        tile = -tile
+    else:
+        positive = scale + 1.0
+        tile = tile * 0.0
+    return tile, positive
+
+
+@triton.jit
+def key_range(
+    start_m, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(full, end) for the queries from start_m: every one of them sees all keys below `full`, a
+    multiple of BLOCK_N, and none sees a key from `end` on."""
+    end = Skv
+    full = Skv
+    if IS_CAUSAL:
+        # Query i sees keys j <= i + Skv - Sq.
+        end = tl.minimum(end, start_m + BLOCK_M + (Skv - Sq))
+        full = tl.minimum(full, tl.maximum(start_m + 1 + (Skv - Sq), 0))
+    return full // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def query_range(
+    start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(first, bulk_start, bulk_end) for the keys from start_n, all multiples of BLOCK_M: no query
+    below `first` sees any of them; those from bulk_start to bulk_end exist and see them all."""
+    first = 0
+    bulk_start = 0
+    bulk_end = Sq // BLOCK_M * BLOCK_M
+    if IS_CAUSAL:
+        # Key j is seen by the queries i >= j - (Skv - Sq).
+        first = tl.maximum(start_n - (Skv - Sq), 0) // BLOCK_M * BLOCK_M
+        last_key = tl.minimum(start_n + BLOCK_N, Skv) - 1
+        bulk_start = tl.cdiv(tl.maximum(last_key - (Skv - Sq), 0), BLOCK_M) * BLOCK_M
+    return first, tl.minimum(bulk_start, bulk_end), bulk_end
+
+
+@triton.jit
+def visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Boolean mask [BLOCK_M, BLOCK_N]: may query queries[i] read key start_n + j?"""
+    keys = start_n + tl.arange(0, BLOCK_N)[None, :]
+    visible = keys < Skv
+    if IS_CAUSAL:
+        visible = visible & (keys <= queries[:, None] + (Skv - Sq))
+    return visible
+
+
+@triton.jit
+def visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Boolean mask [BLOCK_N, BLOCK_M]: may queries[i] read key start_n + j, and does it exist?"""
+    visible = queries[None, :] < Sq
+    if IS_CAUSAL:
+        keys = start_n + tl.arange(0, BLOCK_N)[:, None]
+        visible = visible & (keys <= queries[None, :] + (Skv - Sq))
+    return visible
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up: queries and keys a tile, warps a program, loads in flight."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_head_dim(D: int) -> int:
+    """HEAD_DIM: a power of two, of which tl.dot wants 16 at least."""
+    return max(16, triton.next_power_of_2(D))
+
+
+def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """The interpreter pays by the operation, not by the element: the largest tiles of use."""
+    BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))
+    BLOCK_N = min(128, max(16, triton.next_power_of_2(k.shape[2])))
+    return Tiles(BLOCK_M, BLOCK_N, 4, 1)
+
+
+def scale_sign(scale: float) -> int:
+    """-1, 0 or 1; 0 also for what float32 would flush to it."""
+    if abs(scale) < 2.0**-126:
+        return 0
+    return 1 if scale > 0 else -1
+
+
+def is_wide(*tensors: torch.Tensor) -> bool:
+    """Whether 32 bits are too few for the offsets within a tile of one of them."""
+    return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
+
+
+def heads_per_wave(k: torch.Tensor, Hq: int) -> int:
+    """How many query heads go together, so that their keys and values take half of a large L2."""
+    Hkv, Skv, D = k.shape[1:]
+    one_head = 2 * Skv * D * k.element_size()
+    return max(1, L2_BYTES // max(1, one_head)) * max(1, Hq // max(1, Hkv))
