@@ -109,12 +109,12 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
 
 
-def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns."""
+def _choose_tile(n_cols: int, columns_adjacent: bool, max_columns: int) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns, at most `max_columns`."""
     block_n = triton.next_power_of_2(n_cols)
-    # Where the rows are adjacent in memory and not the columns (softmax over another dim than the
-    # last), a program takes as many rows as it can, so that what it loads is adjacent as well.
-    elements = max(TILE if columns_adjacent else MAX_COLUMNS_BWD, block_n)
+    # Where rows are adjacent in memory and columns are not (softmax over another dim than the
+    # last), a program takes as many rows as it can hold, so that what it loads is adjacent too.
+    elements = max(TILE, block_n) if columns_adjacent else max_columns
     num_warps = min(max(elements // (32 * VALUES_PER_THREAD), 1), 32)
     return elements // block_n, block_n, num_warps
 
@@ -123,7 +123,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
-    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
+    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1, MAX_COLUMNS_FWD)
     with launching_on(x.device):
         _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
             x,
@@ -147,7 +147,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
-    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
+    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1, MAX_COLUMNS_BWD)
     with launching_on(y.device):
         _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
             y,
@@ -198,6 +198,21 @@ def _(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return torch.empty_like(y)
 
 
+@_softmax_fwd.register_vmap
+def _(info, in_dims, x: torch.Tensor, is_causal: bool):
+    # Rows are independent: one more leading dim is all that a batch is.
+    return _softmax_fwd(x.movedim(in_dims[0], 0), is_causal), 0
+
+
+@_softmax_bwd.register_vmap
+def _(info, in_dims, y: torch.Tensor, dy: torch.Tensor, is_causal: bool):
+    y, dy = (
+        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((y, dy), in_dims, strict=False)
+    )
+    return _softmax_bwd(y, dy, is_causal), 0
+
+
 def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(output)
     ctx.is_causal = inputs[1]
@@ -212,8 +227,10 @@ _softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def triton_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """Softmax over the last dim of rows [..., N], in their dtype and layout, computed in float32.
+    """Softmax over the last dim of rows [..., N] of any strides, in their dtype (float32, float16
+    or bfloat16) and layout, computed in float32.
 
-    With `is_causal` rows are scores [..., Sq, Skv]. Differentiable once.
+    With `is_causal` rows are scores [..., Sq, Skv]. Differentiable once; a second derivative
+    raises.
     """
     return _softmax_fwd(rows, is_causal)

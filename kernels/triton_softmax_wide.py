@@ -54,7 +54,7 @@ MERGE = tl.constexpr(1024)
 @triton.jit
 def _draw_ticket(words_ptr, n_rows, n_chunks, lead):
     """This program's (is_writer, row, chunk); the row may lie outside of 0 to n_rows - 1."""
-    ticket = tl.atomic_add(words_ptr + n_rows * n_chunks, 1)
+    ticket = tl.atomic_add(words_ptr + n_rows * n_chunks, 1, sem="relaxed")
     is_writer = ticket % 2 == 1
     row = ticket // 2 // n_chunks
     return is_writer, tl.where(is_writer, row - lead, row), ticket // 2 % n_chunks
@@ -65,7 +65,7 @@ def _publish(word_ptr, a, b):
     """Stores two float32 scalars as one word."""
     high = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_xchg(word_ptr, high | low)
+    tl.atomic_xchg(word_ptr, high | low, sem="relaxed")
 
 
 @triton.jit
