@@ -6,6 +6,7 @@ A user's mistake is one line on stderr and exit code 2, never a stack trace; MIN
 the trace too.
 """
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -51,7 +52,7 @@ def parse_config(
     default_config: the YAML file to start from when argv names none.
     """
     parser = make_parser(config_class, prog, description)
-    argv = list(argv)
+    argv = _with_true(list(argv), _switches(config_class))
     if default_config is not None and not any(a.split("=")[0] == "--config" for a in argv):
         argv = ["--config", str(default_config), *argv]
     for path in _config_paths(argv):
@@ -64,6 +65,28 @@ def parse_config(
         raise UserError(_one_line(str(error))) from error
     settings = {k: v for k, v in vars(namespace).items() if k != "config"}
     return config_class(**settings)
+
+
+def _switches(config_class: type, prefix: str = "--") -> set[str]:
+    """Flags of the boolean settings, groups included."""
+    flags: set[str] = set()
+    for field in dataclasses.fields(config_class):
+        kind = field.type
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            flags |= _switches(kind, f"{prefix}{field.name}.")
+        elif kind is bool:
+            flags.add(prefix + field.name)
+    return flags
+
+
+def _with_true(argv: list[str], switches: set[str]) -> list[str]:
+    """A switch that stands alone, `--compile`, means true."""
+    completed = []
+    for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
+        completed.append(arg)
+        if arg in switches and following.startswith("-"):
+            completed.append("true")
+    return completed
 
 
 def _config_paths(argv: list[str]) -> list[str]:

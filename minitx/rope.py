@@ -37,7 +37,8 @@ def inverse_frequencies(
 
     trained_len, in tokens, is what yarn and llama3 measure a frequency's turns by.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    # On the CPU whatever the default device is: they are small, and some devices lack float64.
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     inv_freq = base**-exponent
     match scaling:
         case "none":
@@ -55,7 +56,7 @@ def inverse_frequencies(
 
             low = max(math.floor(index(YARN_FAST)), 0)
             high = min(math.ceil(index(YARN_SLOW)), head_dim - 1)
-            i = torch.arange(head_dim // 2, dtype=torch.float64)
+            i = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
             interpolated = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)
             scaled = inv_freq * (1 - interpolated) + inv_freq / factor * interpolated
             return scaled, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -83,7 +84,7 @@ class RotaryEmbedding(nn.Module):
         The angles are made in float64: at position 10^6 a float32 angle is off by up to 0.06
         radians.
         """
-        positions = torch.arange(max_len, dtype=torch.float64)
+        positions = torch.arange(max_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.inv_freq)
         factor = self.attention_factor
         self.register_buffer("cos", (angles.cos() * factor).float().to(device), persistent=False)
