@@ -12,6 +12,7 @@ processes that start at once tokenise once. A file that has changed since is fou
 hash, named in the log, and the folder is made anew.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -94,13 +95,11 @@ def open_or_build(
     """The two splits by name and their tokenizer, from `folder` or made and put there.
 
     make_tokenizer: called with the training documents when the folder has to be made.
-    Raises ValueError, in one line, where the folder cannot be written.
+    Raises ValueError, in one line, where the folder cannot be read or written.
     """
     try:
-        return _open(folder)
-    except StaleCacheError:
-        pass
-    try:
+        with contextlib.suppress(StaleCacheError):
+            return _open(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             try:
@@ -111,7 +110,7 @@ def open_or_build(
             return _open(folder)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise ValueError(
-            f"cannot write the token cache {folder.parent}: {error}; set --data.cache_dir or "
+            f"cannot use the token cache {folder.parent}: {error}; set --data.cache_dir or "
             "MINITX_CACHE_DIR to a folder that can be written"
         ) from error
 
@@ -248,7 +247,7 @@ def _open(folder: Path) -> tuple[dict[str, Split], Tokenizer]:
             )
             for name, counts in meta["splits"].items()
         }
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StaleCacheError(f"no tokens yet in {folder}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise StaleCacheError(f"{folder / 'meta.json'} is damaged: tokenising again") from error
