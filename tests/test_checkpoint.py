@@ -30,6 +30,7 @@ from minitx.checkpoint import (
     save_checkpoint,
 )
 from minitx.model import GPT, GPTConfig
+from minitx.step_folders import steps
 from minitx.tensor_file import DTYPE_NAMES, write_tensors
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, max_seq_len=16, vocab_size=64, dropout=0.1)
@@ -263,7 +264,7 @@ def test_shared_and_non_contiguous_tensors(tmp_path):
 
 
 def test_the_safetensors_library_reads_what_is_written(tmp_path):
-    """Every dtype, a scalar, an empty tensor, an odd number of bytes before a wider type."""
+    """Every dtype, a scalar, an empty tensor; each begins at a multiple of its element size."""
     tensors = {name: torch.arange(3).to(dtype) for dtype, name in DTYPE_NAMES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "a": torch.ones(1) > 0}
     tensors["expanded"] = torch.tensor([1.0, 2.0]).expand(3, 2)
@@ -275,6 +276,9 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path):
     for name, tensor in tensors.items():
         assert stored[name].dtype == tensor.dtype
         assert torch.equal(stored[name], tensor)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for name, tensor in tensors.items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
 
 
 # --- load_model -------------------------------------------------------------------------------
@@ -621,7 +625,7 @@ for _ in range({kills}):
         reported = more
     os.close(reader)
     folder = run / "checkpoints"
-    interrupted += any(p.name.startswith("tmp-") for p in folder.iterdir())
+    interrupted += any(p.name.startswith("tmp-") or ".r" in p.name for p in folder.iterdir())
     state = load_into(find_checkpoint(run), model, optimizer)
     serial = state["serial"]
     assert int.from_bytes(reported, "little") <= serial, (reported, serial)
@@ -629,8 +633,9 @@ for _ in range({kills}):
         assert (p == serial).all(), serial
         assert (optimizer.state[p]["exp_avg"] == serial).all(), serial
     load_state(find_checkpoint(folder / "best"))
-    newest = serial
-    # The next save starts from what this kill left; `best` must exist from the first on.
+    for whole in steps(folder):
+        load_state(whole)
+    newest = serial  # the next save starts from what this kill left
 print(interrupted)
 """
 
@@ -641,4 +646,4 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     script = KILLS.format(tests=str(Path(__file__).parent), run=str(tmp_path), kills=25)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 12, "the kills came between saves: the test tests nothing"
+    assert int(result.stdout) >= 3, "all kills came between saves: the test tests nothing"
