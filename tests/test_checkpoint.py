@@ -46,9 +46,9 @@ def make(device="cpu", config=TINY, **options):
     return model, torch.optim.AdamW(groups, lr=1e-2, **options)
 
 
-def train(model, optimizer, steps, device="cpu"):
+def train(model, optimizer, count, device="cpu"):
     """Steps whose batches and dropout come from the global generators."""
-    for _ in range(steps):
+    for _ in range(count):
         tokens = torch.randint(TINY.vocab_size, (2, 9)).to(device)
         loss = checkpoint_module.unwrap(model).loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -534,6 +534,22 @@ def test_keep(tmp_path):
     save(tmp_path, 3, keep=1)
     assert left() == [3, 6]
     assert find_checkpoint(tmp_path).name == "step_00000003"
+
+
+def test_a_removal_that_stops_halfway_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def halfway(path, ignore_errors=False):
+        if Path(path).exists():
+            (Path(path) / "model.safetensors").unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", halfway)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(tmp_path, 2, keep=1)
+    left = steps(tmp_path / "checkpoints")
+    assert [load_state(path)["step"] for path in left] == [2]
 
 
 # --- Failing disks and kills ------------------------------------------------------------------
