@@ -19,6 +19,11 @@ their dtype and summed in float32. In Triton's interpreter 16-bit inputs are com
 rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
 """
 
+# A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -72,7 +77,7 @@ def attention_fwd(
     BLOCK_N: tl.constexpr,
 ):
     """out, and lse [B, Hq, Sq] (contiguous), of one block of BLOCK_M queries of one head."""
-    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    n_tiles = (Sq + BLOCK_M - 1) // BLOCK_M
     tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
     start_m = (n_tiles - 1 - tile) * BLOCK_M  # the last queries see most keys: they go first
     queries = start_m + tl.arange(0, BLOCK_M)
@@ -91,8 +96,8 @@ def attention_fwd(
     k_step = rows_offset(BLOCK_N, k_strides)
     v_step = rows_offset(BLOCK_N, v_strides)
 
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.full([BLOCK_M, HEAD_DIM], 0.0, dtype=tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     bulk_end, end = key_range(start_m, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
     for MASKED in tl.static_range(2):  # first the bulk without a mask, then the rest with it
@@ -146,7 +151,7 @@ def _fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
 def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op's implementation: launches attention_fwd."""
+    """(out, lse), out in q's layout."""
     if q.device.type == "cpu" and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
@@ -180,44 +185,36 @@ def _fwd(
             SCALE_SIGN=scale_sign(scale),
             WIDE=is_wide(q, k, v, out),
             **tiles._asdict(),
+            enable_fp_fusion=True,
         )
     return out, lse
 
 
-def _fwd_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fwd_fake(q, k, v, is_causal, scale):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # a loss that leaves lse alone sends None, not zeros
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    if dout is None:
-        dout = q.new_zeros(()).expand(out.shape)
-    needs = ctx.needs_input_grad[:3]
-    grads = torch.ops.minitx.triton_attention_bwd(
-        dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs
-    )
-    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dq, dk, dv, None, None
-
-
-def _bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
+def _bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), in the inputs' layouts; one that is not needed is an empty tensor."""
     if q.device.type == "cpu" and q.dtype != torch.float32:
-        tensors = (t.float() for t in (dout, q, k, v, out))
-        dout, qf, kf, vf, out = tensors
-        grads = _bwd(dout, dlse, qf, kf, vf, out, lse, is_causal, scale, needs)
+        dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
+        grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
     grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
-    asked = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     with launching_on(q.device):
-        launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *asked)
+        launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *wanted)
     return grads
 
 
@@ -228,31 +225,89 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
     )
 
 
-def _second_backward(ctx, *grads):
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # where nothing was made of lse, dlse is None
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    grads = _attention_bwd(dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs)
+    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dq, dk, dv, None, None
+
+
+def _setup_nothing(ctx, inputs, output) -> None:
+    pass
+
+
+def _no_second_backward(ctx, *grads):
     raise RuntimeError(
         "kernel 'triton' has no second derivative; use kernel 'reference' where one is needed"
     )
 
 
-torch.library.define(
-    "minitx::triton_attention_fwd",
+def _vmap(op, info, in_dims, *args):
+    """Maps an op over a dim of its tensors by making it part of the batch."""
+
+    def fold(arg, dim):
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        if dim is None:
+            return arg.expand(info.batch_size, *arg.shape).flatten(0, 1)
+        return arg.movedim(dim, 0).flatten(0, 1)
+
+    results = op(*(fold(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
+    # A gradient that is not needed is empty, and has no batch to take apart.
+    unfolded = (r.unflatten(0, (info.batch_size, -1)) if r.dim() > 1 else r for r in results)
+    return tuple(unfolded), tuple(0 if r.dim() > 1 else None for r in results)
+
+
+def _define(name: str, schema: str, kernel, fake, setup_context, backward):
+    """Makes minitx::name an op of PyTorch's, and returns what calls it.
+
+    Defined piece by piece, as that costs less a call than torch.library.custom_op. torch.func's
+    transforms do not pass through an op's own autograd: while one is active, the same functions are
+    called as a torch.autograd.Function.
+    """
+    name = f"minitx::{name}"
+    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, ("cpu", "cuda"), kernel)
+    torch.library.register_fake(name, fake)
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
+    op = getattr(torch.ops.minitx, name.removeprefix("minitx::")).default
+    torch.library.register_vmap(name, functools.partial(_vmap, op))
+    members = {"forward": op, "setup_context": setup_context, "backward": backward}
+    members = {key: staticmethod(member) for key, member in members.items()}
+    function = type(name, (torch.autograd.Function,), {**members, "generate_vmap_rule": True})
+
+    def call(*args):
+        return function.apply(*args) if torch._C._are_functorch_transforms_active() else op(*args)
+
+    return call
+
+
+_attention_fwd = _define(
+    "triton_attention_fwd",
     "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _fwd,
+    _fwd_fake,
+    _setup_context,
+    _backward,
 )
-torch.library.define(
-    "minitx::triton_attention_bwd",
+_attention_bwd = _define(
+    "triton_attention_bwd",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "bool is_causal, float scale, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _bwd,
+    _bwd_fake,
+    _setup_nothing,
+    _no_second_backward,
 )
-torch.library.impl("minitx::triton_attention_fwd", ("cpu", "cuda"), _fwd)
-torch.library.impl("minitx::triton_attention_bwd", ("cpu", "cuda"), _bwd)
-torch.library.register_fake("minitx::triton_attention_fwd", _fwd_fake)
-torch.library.register_fake("minitx::triton_attention_bwd", _bwd_fake)
-torch.library.register_autograd(
-    "minitx::triton_attention_fwd", _backward, setup_context=_setup_context
-)
-torch.library.register_autograd("minitx::triton_attention_bwd", _second_backward)
 
 
 def triton_attention(
@@ -261,6 +316,6 @@ def triton_attention(
     """out [B, Hq, Sq, D] in q's dtype and layout, and lse [B, Hq, Sq] in float32, natural log.
 
     Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
-    head dim compiles for some seconds; lengths never do.
+    head dim compiles for some seconds; another length never does.
     """
-    return torch.ops.minitx.triton_attention_fwd(q, k, v, is_causal, scale)
+    return _attention_fwd(q, k, v, is_causal, scale)

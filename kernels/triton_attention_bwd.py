@@ -13,10 +13,14 @@ they have to be. Nothing is ever transposed on the left: Triton 3.4 to 3.7.0 mis
 Hopper where its left operand is a transposed register tile.
 """
 
+# A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
     LOG2E,
     Tiles,
@@ -39,7 +43,7 @@ from minitx.kernels.triton_tiles import (
 )
 
 
-@triton.jit
+@device_function
 def _probabilities(scores, score_scale, lse):
     """exp(score_scale * scores - lse) for an lse that broadcasts.
 
@@ -49,13 +53,13 @@ def _probabilities(scores, score_scale, lse):
     return tl.exp2((scores * score_scale - lse) * LOG2E)
 
 
-@triton.jit
+@device_function
 def _without_empty_rows(lse):
     """lse with +inf for -inf: the p of a row without keys is then 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
-@triton.jit
+@device_function
 def _load_row(ptr, mask, MASKED: tl.constexpr):
     """lse or delta of a tile's queries; 0 for those past Sq, whose p the mask takes away."""
     return tl.load(ptr, mask=mask, other=0.0) if MASKED else tl.load(ptr)
@@ -97,7 +101,7 @@ def attention_bwd_dq(
     BLOCK_N: tl.constexpr,
 ):
     """delta [B, Hq, Sq] (contiguous) and, if NEEDS_DQ, dq of BLOCK_M queries of one head."""
-    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    n_tiles = (Sq + BLOCK_M - 1) // BLOCK_M
     tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
     start_m = (n_tiles - 1 - tile) * BLOCK_M  # the last queries see most keys: they go first
     queries = start_m + tl.arange(0, BLOCK_M)
@@ -133,7 +137,7 @@ def attention_bwd_dq(
         k_step = rows_offset(BLOCK_N, k_strides)
         v_step = rows_offset(BLOCK_N, v_strides)
 
-        dq = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+        dq = tl.full([BLOCK_M, HEAD_DIM], 0.0, dtype=tl.float32)
         bulk_end, end = key_range(start_m, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
         for MASKED in tl.static_range(2):
             for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
@@ -188,7 +192,7 @@ def attention_bwd_dkdv(
     BLOCK_N: tl.constexpr,
 ):
     """dk and dv of BLOCK_N keys of one key head, summed over the query heads that share it."""
-    n_tiles = tl.cdiv(Skv, BLOCK_N)
+    n_tiles = (Skv + BLOCK_N - 1) // BLOCK_N
     tile, kv_head = tile_and_head(n_tiles, n_heads, heads_per_wave)
     start_n = tile * BLOCK_N  # the first keys are seen by most queries: they go first
     group = Hq // Hkv
@@ -203,8 +207,8 @@ def attention_bwd_dkdv(
 
     q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
     dout_offsets = tile_offsets(dout_strides, BLOCK_M, HEAD_DIM, WIDE)
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], dtype=tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], dtype=tl.float32)
+    dk = tl.full([BLOCK_N, HEAD_DIM], 0.0, dtype=tl.float32)
+    dv = tl.full([BLOCK_N, HEAD_DIM], 0.0, dtype=tl.float32)
     # Masked tiles reach from `first` to the bulk, and there may be a last one after it.
     first, bulk_start, bulk_end = query_range(start_n, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
     n_bulk = (bulk_end - bulk_start) // BLOCK_M

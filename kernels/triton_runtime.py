@@ -3,13 +3,24 @@
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+import triton
+from triton import knobs
 
 # The interpreter replaces functions of triton.language while a kernel runs: one kernel at a time.
 _interpreter_lock = threading.RLock()
+
+
+def device_function(fn: Callable) -> Callable:
+    """triton.jit for functions that kernels call.
+
+    In the interpreter they stay plain Python: there each call of a jitted function patches all of
+    triton.language anew, which takes longer than what the function does.
+    """
+    return fn if knobs.runtime.interpret else triton.jit(fn)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.triton_runtime import device_function
+
 LOG2E = tl.constexpr(1.4426950408889634)
 L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
 
-@triton.jit
+@device_function
 def tile_and_head(n_tiles, n_heads, heads_per_wave):
     """(tile, head) of this program: heads_per_wave heads at a time, and of those tile 0 first.
 
@@ -30,7 +32,7 @@ def tile_and_head(n_tiles, n_heads, heads_per_wave):
     return rank // wave, first_head + rank % wave
 
 
-@triton.jit
+@device_function
 def head_start(ptr, head, n_heads, strides):
     """Where head `head` of all B * n_heads begins."""
     b = tl.cast(head // n_heads, tl.int64)
@@ -38,13 +40,13 @@ def head_start(ptr, head, n_heads, strides):
     return ptr + b * strides[0] + h * strides[1]
 
 
-@triton.jit
+@device_function
 def rows_offset(rows, strides):
     """64-bit offset of a number of rows."""
     return tl.cast(rows, tl.int64) * strides[2]
 
 
-@triton.jit
+@device_function
 def tile_offsets(strides, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr):
     """Offsets within a tile, [BLOCK, HEAD_DIM]."""
     rows = tl.arange(0, BLOCK)[:, None]
@@ -55,7 +57,7 @@ def tile_offsets(strides, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.
     return rows * strides[2] + columns * strides[3]
 
 
-@triton.jit
+@device_function
 def load_tile(ptr, offsets, n_rows, D: tl.constexpr, RAGGED: tl.constexpr):
     """The tile [BLOCK, HEAD_DIM] at ptr: 0 past D columns and, if RAGGED, past n_rows rows."""
     BLOCK: tl.constexpr = offsets.shape[0]
@@ -75,7 +77,7 @@ def load_tile(ptr, offsets, n_rows, D: tl.constexpr, RAGGED: tl.constexpr):
     return tile
 
 
-@triton.jit
+@device_function
 def store_tile(ptr, offsets, tile, n_rows, D: tl.constexpr):
     """Stores those of the tile's first n_rows rows and D columns that exist, in ptr's dtype."""
     BLOCK: tl.constexpr = offsets.shape[0]
@@ -85,7 +87,7 @@ def store_tile(ptr, offsets, tile, n_rows, D: tl.constexpr):
     tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(rows < n_rows) & (columns < D))
 
 
-@triton.jit
+@device_function
 def signed(tile, scale, SCALE_SIGN: tl.constexpr):
     """(tile, scale) with a scale above 0 and the same products: tile * scale, whatever its sign.
 
@@ -102,7 +104,7 @@ def signed(tile, scale, SCALE_SIGN: tl.constexpr):
     return tile, positive
 
 
-@triton.jit
+@device_function
 def key_range(
     start_m, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -117,7 +119,7 @@ def key_range(
     return full // BLOCK_N * BLOCK_N, end
 
 
-@triton.jit
+@device_function
 def query_range(
     start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -130,11 +132,11 @@ def query_range(
         # Key j is seen by the queries i >= j - (Skv - Sq).
         first = tl.maximum(start_n - (Skv - Sq), 0) // BLOCK_M * BLOCK_M
         last_key = tl.minimum(start_n + BLOCK_N, Skv) - 1
-        bulk_start = tl.cdiv(tl.maximum(last_key - (Skv - Sq), 0), BLOCK_M) * BLOCK_M
+        bulk_start = (tl.maximum(last_key - (Skv - Sq), 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     return first, tl.minimum(bulk_start, bulk_end), bulk_end
 
 
-@triton.jit
+@device_function
 def visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
     """Boolean mask [BLOCK_M, BLOCK_N]: may query queries[i] read key start_n + j?"""
     keys = start_n + tl.arange(0, BLOCK_N)[None, :]
@@ -144,7 +146,7 @@ def visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl
     return visible
 
 
-@triton.jit
+@device_function
 def visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
     """Boolean mask [BLOCK_N, BLOCK_M]: may queries[i] read key start_n + j, and does it exist?"""
     visible = queries[None, :] < Sq
@@ -183,7 +185,10 @@ def scale_sign(scale: float) -> int:
 
 
 def is_wide(*tensors: torch.Tensor) -> bool:
-    """Whether 32 bits are too few for the offsets within a tile of one of them."""
+    """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
+    always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
+    if tensors[0].device.type == "cpu":
+        return True
     return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
 
 
