@@ -218,13 +218,13 @@ def load_model(
                 f"{source}: GPTConfig has no field {', '.join(unknown)}; expected some of "
                 f"{', '.join(sorted(fields))}"
             )
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten below
+    with torch.device("meta"):  # neither time nor random numbers for weights that are replaced
         model = GPT(GPTConfig(**state["model_config"] | (overrides or {})), kernel)
     own = named_tensors(model)
-    with _open_tensors(checkpoint / MODEL, own) as stored, torch.no_grad():
-        for name, tensor in own.items():
-            # A copy: the stored tensor may be a window on the file, which does not last for ever.
-            tensor.data = stored.get_tensor(name).to(device, dtype, copy=True)
+    with _open_tensors(checkpoint / MODEL, own) as stored:
+        # Copies: a stored tensor may be a window on the file, which does not last for ever.
+        weights = {name: stored.get_tensor(name).to(device, dtype, copy=True) for name in own}
+    model.load_state_dict(weights, assign=True)
     return model.to(device).eval(), state  # what is left to move: tables that are not stored
 
 

@@ -290,7 +290,7 @@ def test_load_model_builds_it_from_the_checkpoint(tmp_path):
     save(tmp_path, 3, model, optimizer, {"tokens_seen": 7, "best": float("inf")})
     before = random_state()
     loaded, state = load_model(tmp_path, kernel="sdpa")
-    assert random_state() == before  # the initial weights were drawn from somewhere else
+    assert random_state() == before  # nothing was drawn for weights that are then replaced
     assert (state["step"], state["tokens_seen"], state["best"]) == (3, 7, float("inf"))
     assert state["model_config"] == dataclasses.asdict(config)
     assert set(state["versions"]) == {"python", "minitx", "torch", "numpy", "triton", "tilelang"}
@@ -298,6 +298,9 @@ def test_load_model_builds_it_from_the_checkpoint(tmp_path):
     assert not loaded.training
     assert loaded.blocks[0].attn.kernel == "sdpa"
     assert fingerprint(loaded) == fingerprint(model)
+    tokens = torch.arange(16)[None]
+    loaded.set_kernel("eager")
+    assert torch.equal(loaded(tokens), model.eval()(tokens))
 
     half, _ = load_model(tmp_path, dtype=torch.bfloat16)
     assert half.rope.cos.dtype == torch.float32
