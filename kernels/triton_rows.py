@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+# Kernels are not Python to a type checker:
+# pyright: reportGeneralTypeIssues=false
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # Loads are 16 bytes wide where the compiler can prove that rows, and masks, start and end at

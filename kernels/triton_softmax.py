@@ -31,6 +31,9 @@ from minitx.kernels.triton_rows import (
 from minitx.kernels.triton_runtime import launching_on
 from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 
+# Kernels are not Python to a type checker:
+# pyright: reportCallIssue=false
+
 # Columns that one program can hold: 32 float32 values in each of 1024 threads, half of an SM's
 # registers. The backward holds two rows, y and dy.
 MAX_COLUMNS_FWD = 32768

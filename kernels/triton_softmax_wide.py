@@ -41,14 +41,17 @@ from minitx.kernels.triton_rows import (
 )
 from minitx.kernels.triton_runtime import launching_on
 
+# Kernels are not Python to a type checker:
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 BLOCK_N_FWD = 8192
 BLOCK_N_BWD = 4096
 NUM_WARPS = 8
 LEAD_BYTES = 16 * 2**20  # how far readers run ahead, in bytes read: a third of an H200's L2
 
-# Words that a writer looks at together. At least one for each of its threads: a smaller tensor
-# would be loaded by several threads a word, and they may not all see it change at the same time.
-MERGE = tl.constexpr(1024)
+# Partial results that a writer merges at a time. At least one for each of its threads: in a smaller
+# tensor several threads load the same word, and they may not see it change at the same time.
+MERGE = 1024
 
 
 @triton.jit
@@ -69,7 +72,7 @@ def _publish(word_ptr, a, b):
 
 
 @triton.jit
-def _await_partials(words_ptr, first, n_chunks, a_padding, b_padding):
+def _await_partials(words_ptr, first, n_chunks, a_padding, b_padding, MERGE: tl.constexpr):
     """The partial results of chunks `first` and on, two float32 tensors of [MERGE]."""
     chunks = first + tl.arange(0, MERGE)
     mask = chunks < n_chunks
@@ -98,6 +101,7 @@ def _wide_fwd_kernel(
     lead,
     IS_CAUSAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     is_writer, row, chunk = _draw_ticket(words_ptr, n_rows, n_chunks, lead)
     if row < 0 or row >= n_rows:
@@ -117,7 +121,9 @@ def _wide_fwd_kernel(
     row_max = -float("inf")
     row_sum = 0.0
     for first in range(0, n_chunks, MERGE):
-        chunk_max, chunk_sum = _await_partials(words_ptr, first, n_chunks, -float("inf"), 0.0)
+        chunk_max, chunk_sum = _await_partials(
+            words_ptr, first, n_chunks, -float("inf"), 0.0, MERGE
+        )
         larger = tl.maximum(row_max, tl.max(chunk_max))
         row_sum *= exp_below(row_max, larger)
         row_sum += tl.sum(chunk_sum * exp_below(chunk_max, larger))
@@ -148,6 +154,7 @@ def _wide_bwd_kernel(
     lead,
     IS_CAUSAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     is_writer, row, chunk = _draw_ticket(words_ptr, n_rows, n_chunks, lead)
     if row < 0 or row >= n_rows:
@@ -169,7 +176,7 @@ def _wide_bwd_kernel(
     delta = 0.0
     some_or_none = 1.0
     for first in range(0, n_chunks, MERGE):
-        chunk_delta, chunk_some = _await_partials(words_ptr, first, n_chunks, 0.0, 1.0)
+        chunk_delta, chunk_some = _await_partials(words_ptr, first, n_chunks, 0.0, 1.0, MERGE)
         delta += tl.sum(chunk_delta)
         some_or_none = tl.maximum(some_or_none, tl.max(chunk_some))
 
@@ -211,6 +218,7 @@ def launch_wide_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             lead,
             IS_CAUSAL=is_causal,
             BLOCK_N=BLOCK_N_FWD,
+            MERGE=MERGE,
             num_warps=NUM_WARPS,
         )
 
@@ -240,5 +248,6 @@ def launch_wide_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_caus
             lead,
             IS_CAUSAL=is_causal,
             BLOCK_N=BLOCK_N_BWD,
+            MERGE=MERGE,
             num_warps=NUM_WARPS,
         )
