@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
-from minitx.kernels import ATTENTION_KERNELS, attention
+from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
 INIT_STD = 0.02
@@ -319,9 +319,10 @@ class GPT(nn.Module):
     def _cross_entropy(
         self, tokens: torch.Tensor, targets: torch.Tensor, reduction: str
     ) -> torch.Tensor:
-        logits = self(tokens).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction=reduction)
+        hidden = self.hidden(tokens).flatten(0, 1)
+        return linear_cross_entropy(
+            hidden, self.output_weight, targets.flatten(), ignore_index=-100, reduction=reduction
+        )
 
 
 def num_params(model: GPT) -> int:

@@ -1,0 +1,118 @@
+"""Cross-entropy over the rows of a chunk of logits in Triton, two passes, in place.
+
+    pass 1    max and sum_v exp(z_v - max), online: every lane carries a running maximum and a sum
+              that is relative to it, and the lanes are merged at the end
+    pass 2    dz_v = g (exp(z_v - max) / sum - [v = target]), written over z
+
+One program has one row of any width. A row of 50,304 words in bfloat16 is 98 KiB, so the second
+pass reads it from L2, and each logit crosses to main memory once each way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minitx.kernels.triton_runtime import launching_on
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+BLOCK = 4096  # words a step
+VALUES_PER_THREAD = 16
+
+
+@triton.jit
+def _cross_entropy_rows_kernel(
+    logits_ptr,  # [C, V], becomes dz with WRITE_GRAD
+    targets_ptr,  # [C]
+    row_grad_ptr,  # [C]
+    nll_ptr,  # [C] float32
+    row_stride,
+    V,
+    ignore_index,
+    HAS_ROW_GRAD: tl.constexpr,
+    WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    target = tl.load(targets_ptr + row).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    # A target outside of the vocabulary makes the loss NaN: seen, and without a stray read.
+    in_range = (target >= 0) & (target < V)
+    # Read here, ahead of the reductions' barriers: after them another warp may have written dz.
+    z_target = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
+
+    if target == ignore_index:
+        tl.store(nll_ptr + row, 0.0)
+        if WRITE_GRAD:
+            for start in range(0, V, BLOCK):
+                cols = start + offsets
+                zero = tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + cols, zero, mask=cols < V)
+    else:
+        lane_max = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            cols = start + offsets
+            z = tl.load(row_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+            new_max = tl.maximum(lane_max, z)
+            # While a lane has seen -inf alone, exp(-inf - 0) is 0 where exp(-inf - -inf) is NaN.
+            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+            lane_sum *= tl.exp2((lane_max - shift) * LOG2E)
+            lane_sum += tl.exp2((z - shift) * LOG2E)
+            lane_max = new_max
+        row_max = tl.max(lane_max, axis=0)
+        shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+        row_sum = tl.sum(lane_sum * tl.exp2((lane_max - shift) * LOG2E), axis=0)
+        # log(sum) - (z - max) and not (max + log(sum)) - z: that would carry the rounding of lse.
+        tl.store(nll_ptr + row, tl.log(row_sum) - (z_target - shift))
+
+        if WRITE_GRAD:
+            factor = 1.0
+            if HAS_ROW_GRAD:
+                factor = tl.load(row_grad_ptr + row).to(tl.float32)
+            factor = tl.where(in_range, factor, float("nan"))
+            for start in range(0, V, BLOCK):
+                cols = start + offsets
+                z = tl.load(row_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+                p = tl.exp2((z - shift) * LOG2E) / row_sum
+                dz = (p - tl.where(cols == target, 1.0, 0.0)) * factor
+                tl.store(row_ptr + cols, dz.to(logits_ptr.dtype.element_ty), mask=cols < V)
+
+
+def cross_entropy_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    row_grad: torch.Tensor | None,
+    ignore_index: int,
+    write_grad: bool,
+) -> torch.Tensor:
+    """nll [C] float32 of logits [C, V] (rows contiguous); with write_grad they become dz in place.
+
+    targets: [C]; row_grad: g, [C], None for ones. A target outside of [0, V) gives NaN.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
+        # The interpreter cuts float32 off to bfloat16 where a GPU rounds.
+        z = logits.float()
+        nll = cross_entropy_rows(z, targets, row_grad, ignore_index, write_grad)
+        if write_grad:
+            logits.copy_(z)
+        return nll
+    C, V = logits.shape
+    nll = torch.empty(C, dtype=torch.float32, device=logits.device)
+    block = min(BLOCK, triton.next_power_of_2(V))
+    with launching_on(logits.device):
+        _cross_entropy_rows_kernel[(C,)](
+            logits,
+            targets.contiguous(),
+            nll if row_grad is None else row_grad.contiguous(),
+            nll,
+            logits.stride(0),
+            V,
+            ignore_index,
+            HAS_ROW_GRAD=row_grad is not None,
+            WRITE_GRAD=write_grad,
+            BLOCK=block,
+            num_warps=max(1, block // (32 * VALUES_PER_THREAD)),
+        )
+    return nll

@@ -1,0 +1,433 @@
+"""linear_cross_entropy against softmax written out in float64, and what it promises on memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitx.kernels import KernelUnavailableError, linear_cross_entropy
+from minitx.kernels.chunked_cross_entropy import _chunk_size, _run_chunks
+from minitx.testing import error_budget, max_error
+
+KERNELS = ("chunked", "triton")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+REDUCTIONS = ("sum", "mean", "none")
+
+
+def make(N=37, E=16, V=53, *, dtype=torch.float32, device="cpu", seed=0, ignored=(3, -1)):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, E, generator=generator).to(device, dtype)
+    weight = torch.randn(V, E, generator=generator).to(device, dtype)
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[list(ignored)] = -100
+    return hidden, weight, targets.to(device)
+
+
+def oracle(hidden, weight, targets, reduction, dnll):
+    """Loss, dhidden and dweight in float64, the gradients by the formula and not by autograd."""
+    h, w = hidden.double(), weight.double()
+    z = h @ w.T
+    kept = (targets != -100).double()
+    index = targets.clamp(min=0)[:, None]
+    lse = z.amax(-1) + (z - z.amax(-1, keepdim=True)).exp().sum(-1).log()
+    nll = (lse - z.gather(1, index)[:, 0]) * kept
+    loss = {"none": nll, "sum": nll.sum(), "mean": nll.sum() / kept.sum()}[reduction]
+    g = dnll.double() * kept / (kept.sum() if reduction == "mean" else 1.0)
+    dz = (z - lse[:, None]).exp()
+    dz = dz.scatter_add(1, index, -torch.ones_like(lse)[:, None]) * g[:, None]
+    return loss, dz @ w, dz.T @ h
+
+
+def run(kernel, hidden, weight, targets, reduction="sum", dnll=None, **settings):
+    hidden, weight = (t.detach().requires_grad_() for t in (hidden, weight))
+    loss = linear_cross_entropy(
+        hidden, weight, targets, reduction=reduction, kernel=kernel, **settings
+    )
+    loss.backward(torch.ones_like(loss) if dnll is None else dnll)
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def assert_within_budget(results, baseline, truth, dtype):
+    for name, got, eager, want in zip(
+        ("loss", "dhidden", "dweight"), results, baseline, truth, strict=True
+    ):
+        assert got.shape == want.shape, name
+        error, budget = max_error(got, want), error_budget(eager, want, dtype)
+        assert error <= budget, f"{name}: error {error:.3e} beyond its budget {budget:.3e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_loss_and_gradients_stay_within_the_budget(kernel, reduction, dtype, device):
+    hidden, weight, targets = make(dtype=dtype, device=device)
+    dnll = torch.linspace(-1, 2, len(targets)).to(device)
+    dnll = dnll if reduction == "none" else torch.tensor(0.5, device=device)
+    truth = oracle(hidden, weight, targets, reduction, dnll)
+    eager = run("eager", hidden, weight, targets, reduction, dnll)
+    got = run(kernel, hidden, weight, targets, reduction, dnll, chunk_tokens=8)
+    assert got[0].dtype == torch.float32
+    assert (got[1].dtype, got[2].dtype) == (dtype, dtype)
+    assert_within_budget(got, eager, truth, dtype)
+
+
+def test_both_row_passes_round_to_the_nearest_bfloat16(device):
+    hidden, weight, targets = make(dtype=torch.bfloat16, device=device)
+    results = [run(kernel, hidden, weight, targets)[1].float() for kernel in KERNELS]
+    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "chunk_tokens"),
+    [
+        pytest.param(1, 1, 1, id="one token, one word: loss 0"),
+        pytest.param(5, 3, 1, id="a chunk a token"),
+        pytest.param(16, 7, 8, id="whole chunks: no empty one behind them"),
+        pytest.param(17, 7, 8, id="a last chunk of one token"),
+        pytest.param(9, 4100, 1000, id="a chunk beyond N, a row beyond one step of the kernel"),
+    ],
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_any_shape_and_chunk(kernel, N, V, chunk_tokens, device):
+    hidden, weight, targets = make(N, 4, V, device=device, ignored=())
+    truth = oracle(hidden, weight, targets, "sum", torch.ones((), device=device))
+    eager = run("eager", hidden, weight, targets)
+    got = run(kernel, hidden, weight, targets, chunk_tokens=chunk_tokens)
+    assert_within_budget(got, eager, truth, torch.float32)
+
+
+def test_the_reference_is_the_oracle():
+    hidden, weight, targets = make(dtype=torch.float64)
+    truth = oracle(hidden, weight, targets, "mean", torch.ones(()))
+    got = run("reference", hidden, weight, targets, "mean")
+    for a, b in zip(got, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_float64_stays_float64(reduction):
+    hidden, weight, targets = make(5, 3, 7, dtype=torch.float64, ignored=(2,))
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, targets, reduction=reduction, chunk_tokens=2)
+
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    assert loss(*inputs).dtype == torch.float64
+    torch.autograd.gradcheck(loss, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which leaves float64 alone everywhere
+        assert loss(*inputs).dtype == torch.float64
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiny_probabilities_have_a_finite_loss(kernel, device):
+    z = torch.tensor([[0.0, -88.0, -95.0, -100.0, -104.0]], device=device)
+    one = torch.ones(1, 1, device=device)
+    target = torch.tensor([4], device=device)
+    loss, dhidden, dweight = run(kernel, one, z.T.contiguous(), target)
+    assert loss.item() == pytest.approx(104.0, abs=1e-5)
+    assert dhidden.item() == pytest.approx(104.0, abs=1e-5)  # -z_target + sum p z
+    torch.testing.assert_close(dweight[:, 0], torch.tensor([1.0, 0, 0, 0, -1.0], device=device))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [0.0, 1e4, -1e4, 3e38])
+def test_equal_logits_of_any_size_give_log_v(kernel, size, device):
+    hidden = torch.full((2, 1), size, device=device)
+    weight = torch.ones(11, 1, device=device)
+    loss = run(kernel, hidden, weight, torch.tensor([0, 10], device=device), "none")[0]
+    torch.testing.assert_close(loss.cpu(), torch.full((2,), math.log(11)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_words_that_are_impossible(kernel, device):
+    """A logit of -inf has probability and gradient 0; a first step of -inf alone is no NaN."""
+    weight = torch.full((5000, 1), -math.inf, device=device)
+    weight[[4500, 4999], 0] = 1.0
+    hidden = torch.ones(1, 1, device=device)
+    loss, _, dweight = run(kernel, hidden, weight, torch.tensor([4999], device=device))
+    assert loss.item() == pytest.approx(math.log(2))
+    assert (dweight[4500].item(), dweight[4999].item(), dweight[0].item()) == (0.5, -0.5, 0.0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_nan_reaches_the_loss(kernel, device):
+    hidden, weight, targets = make(device=device)
+    hidden[5] = math.nan
+    loss = run(kernel, hidden, weight, targets, "none", torch.ones(37, device=device))[0]
+    assert loss.isnan().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("kernel", ["eager", *KERNELS])
+def test_nothing_but_ignored_targets(kernel, device):
+    hidden, weight, targets = make(device=device)
+    targets[:] = -100
+    loss, dhidden, dweight = run(kernel, hidden, weight, targets, chunk_tokens=10)
+    assert loss.item() == 0.0
+    assert not dhidden.any()
+    assert not dweight.any()
+    mean = linear_cross_entropy(hidden, weight, targets, kernel=kernel)
+    assert mean.isnan()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_another_ignore_index_and_int32_targets(kernel, device):
+    hidden, weight, targets = make(device=device)
+    truth = oracle(hidden, weight, targets, "sum", torch.ones((), device=device))
+    moved = targets.masked_fill(targets == -100, 7).int()
+    kept = targets != 7  # a 7 that was a target is ignored now
+    truth = oracle(
+        hidden, weight, targets.masked_fill(~kept, -100), "sum", torch.ones((), device=device)
+    )
+    got = run(kernel, hidden, weight, moved, ignore_index=7)
+    for a, b in zip(got, truth, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_tokens(kernel, device):
+    hidden, weight, targets = make(0, ignored=(), device=device)
+    loss, dhidden, dweight = run(kernel, hidden, weight, targets)
+    assert (loss.item(), dhidden.shape, dweight.any().item()) == (0.0, (0, 16), False)
+
+
+@pytest.mark.parametrize("bad", [-1, 53, -101])
+@pytest.mark.parametrize("kernel", ["reference", "eager", *KERNELS])
+def test_a_target_outside_of_the_vocabulary_is_refused_on_a_cpu(kernel, bad):
+    hidden, weight, targets = make()
+    targets[7] = bad
+    with pytest.raises(ValueError, match=f"from 0 to 52, or -100 .* got {bad}"):
+        linear_cross_entropy(hidden, weight, targets, kernel=kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_target_outside_of_the_vocabulary_is_nan_on_a_gpu(kernel):
+    hidden, weight, targets = make(device="cuda")
+    targets[7] = 53
+    loss, dhidden, _ = run(kernel, hidden, weight, targets, "none")
+    assert loss.isnan().nonzero().flatten().tolist() == [7]
+    assert dhidden.isnan().any(-1).nonzero().flatten().tolist() == [7]
+
+
+def test_dweight_is_summed_in_float32(device):
+    """256, then 1 eight times: a bfloat16 sum, of 8 bits, would stay at 256."""
+    hidden = torch.tensor([[512.0], *[[2.0]] * 8], dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, device=device)  # every p is 1/2
+    targets = torch.zeros(9, dtype=torch.int64, device=device)
+    dweight = run("chunked", hidden, weight, targets, chunk_tokens=1)[2]
+    assert dweight.flatten().tolist() == [-264.0, 264.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_autocast_multiplies_in_16_bits_and_keeps_float32_gradients(kernel, dtype, device):
+    hidden, weight, targets = make(64, 32, 101, device=device)
+    rounded = hidden.to(dtype), weight.to(dtype)
+    truth = oracle(*rounded, targets, "sum", torch.ones((), device=device))
+
+    def under_autocast(name):
+        with torch.autocast(device, dtype=dtype):
+            a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            loss = linear_cross_entropy(a, b, targets, reduction="sum", kernel=name)
+            assert loss.dtype == torch.float32
+        (loss * 65536).backward()  # float16's loss scale: beyond float16 itself
+        return loss.detach(), a.grad / 65536, b.grad / 65536
+
+    got = under_autocast(kernel)
+    assert got[1].dtype == got[2].dtype == torch.float32
+    # What 16 bits cannot tell apart gives the same: the products are 16-bit ones.
+    with torch.autocast(device, dtype=dtype):
+        moved = linear_cross_entropy(
+            rounded[0] * (1 + 1e-7), weight, targets, reduction="sum", kernel=kernel
+        )
+    assert torch.equal(moved, got[0])
+    eager = run("eager", *rounded, targets)
+    assert_within_budget(got, eager, truth, dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_only_wanted_gradients_are_made(kernel, device):
+    hidden, weight, targets = make(device=device)
+    full = run(kernel, hidden, weight, targets)
+    for frozen in (0, 1):
+        inputs = [hidden.clone().requires_grad_(frozen == 1), weight.clone()]
+        inputs[1].requires_grad_(frozen == 0)
+        linear_cross_entropy(*inputs, targets, reduction="sum", kernel=kernel).backward()
+        assert inputs[frozen].grad is None
+        torch.testing.assert_close(inputs[1 - frozen].grad, full[2 - frozen], rtol=0, atol=0)
+    with torch.no_grad():
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(), weight, targets, reduction="sum", kernel=kernel
+        )
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_graph_can_be_walked_twice_and_differentiated_once(reduction):
+    hidden, weight, targets = make()
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0].clone()
+    second = torch.autograd.grad(loss, hidden, create_graph=True)[0]
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match=r"differentiable once|no autograd formula"):
+        torch.autograd.grad(second.sum(), hidden)
+
+
+def test_strided_arguments():
+    hidden, weight, targets = make(40, 16, 53)
+    wide = torch.stack((hidden, hidden + 1), -1)[..., 0]
+    tall = weight.T.contiguous().T
+    gapped = torch.stack((targets, targets), 1)[:, 0]
+    want = run("chunked", hidden, weight, targets)
+    got = run("chunked", wide, tall, gapped)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives back."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel())
+        return result
+
+
+def test_logits_are_never_whole():
+    N, E, V, chunk = 512, 8, 1000, 32
+    hidden, weight, targets = make(N, E, V)
+    with LargestTensor() as eager:
+        run("eager", hidden, weight, targets)
+    assert eager.largest == N * V
+    with LargestTensor() as outside:  # an operator hides what it does inside
+        run("chunked", hidden, weight, targets)
+    assert outside.largest == V * E
+    with LargestTensor() as inside:
+        _run_chunks(hidden, weight, targets, None, -100, chunk, torch.float32, False, True, True)
+    assert inside.largest == chunk * V
+
+
+def test_chunks_are_even_and_bounded():
+    assert _chunk_size(32768, 50304, torch.bfloat16, 0) == 4736  # 7 chunks of it
+    assert _chunk_size(32768, 50304, torch.float32, 0) == 2560
+    assert _chunk_size(100, 320, torch.float32, 0) == 128
+    assert _chunk_size(10**6, 10**7, torch.float32, 0) == 128
+    assert _chunk_size(100, 320, torch.float32, 7) == 7
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_it_compiles_to_one_graph_for_all_lengths(reduction):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: linear_cross_entropy(*args, reduction=reduction, kernel="chunked"),
+        fullgraph=True,
+        dynamic=True,
+        backend=count,
+    )
+    for N in (8, 12, 20):
+        hidden, weight, targets = make(N)
+        got = compiled(hidden.requires_grad_(), weight, targets)
+        want = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+        torch.testing.assert_close(got, want)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_operators_pass_opcheck(kernel, device):
+    hidden, weight, targets = make(9, 4, 5, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    settings = (-100, 4, torch.float32, kernel == "triton")
+    ops = torch.ops.minitx
+    # test_aot_dispatch_dynamic compares with aot_autograd; gradients enter it, too.
+    torch.library.opcheck(ops.linear_cross_entropy_none, (hidden, weight, targets, *settings))
+    args = (hidden, weight, targets, *settings, True, True)
+    torch.library.opcheck(
+        ops.linear_cross_entropy_sum, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden=torch.ones(2, 3, 4)), r"hidden \[N, E\].*got shapes \(2, 3, 4\)"),
+        (dict(weight=torch.ones(53, 15)), r"agree in E.*\(53, 15\)"),
+        (dict(targets=torch.zeros(36, dtype=torch.int64)), r"hidden and targets in N"),
+        (dict(weight=torch.ones(0, 16)), "at least one row"),
+        (dict(reduction="max"), "unknown reduction 'max'; expected one of none, sum, mean"),
+        (dict(chunk_tokens=0), "chunk_tokens must be at least 1, got 0"),
+        (dict(kernel="fused"), "unknown kernel 'fused'; expected auto or one of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    hidden, weight, targets = make()
+    tensors = dict(hidden=hidden, weight=weight, targets=targets)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**(tensors | change))
+
+
+def test_dtypes_that_do_not_fit_are_refused():
+    hidden, weight, targets = make()
+    with pytest.raises(TypeError, match=r"one dtype, got torch.bfloat16 and torch.float32"):
+        linear_cross_entropy(hidden.bfloat16(), weight, targets)
+    with pytest.raises(TypeError, match=r"must be float32.*got torch.int32"):
+        linear_cross_entropy(hidden.int(), weight, targets)
+    with pytest.raises(TypeError, match=r"targets must be int64 or int32, got torch.float32"):
+        linear_cross_entropy(hidden, weight, targets.float())
+    with pytest.raises(KernelUnavailableError, match=r"not float64. Kernels that can: eager"):
+        linear_cross_entropy(hidden.double(), weight.double(), targets, kernel="triton")
+
+
+def test_the_model_uses_it_and_its_loss_stays_a_sum():
+    from minitx.model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=8, vocab_size=1000), "eager")
+    tokens = torch.randint(0, 1000, (4, 8))
+    targets = torch.randint(0, 1000, (4, 8))
+    targets[0, :3] = -100
+    want = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    want_grads = torch.autograd.grad(want, list(model.parameters()))
+    loss = model.loss(tokens, targets)
+    torch.testing.assert_close(loss, want)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    for a, b in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b)
+    assert type(loss.grad_fn).__name__ != "NllLossBackward0"
+
+
+@pytest.mark.gpu
+@pytest.mark.huge
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_training_step_of_32k_tokens_takes_a_fraction_of_the_memory(kernel):
+    hidden, weight, targets = make(32768, 768, 50304, device="cuda")
+    hidden, weight = hidden * 0.1, weight * 0.02
+    peaks, results = {}, {}
+    for name in ("eager", kernel):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            loss = linear_cross_entropy(a, b, targets, kernel=name)
+        loss.backward()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        results[name] = loss.item(), a.grad, b.grad
+        del loss
+    assert peaks[kernel] < 0.25 * peaks["eager"]
+    assert results[kernel][0] == pytest.approx(results["eager"][0], rel=1e-5)
+    for got, want in zip(results[kernel][1:], results["eager"][1:], strict=True):
+        assert (got - want).norm() < 0.01 * want.norm()
