@@ -92,8 +92,10 @@ def documents(config: DataConfig) -> Iterator[bytes]:
     return read_documents(config.source, config.max_bytes)
 
 
-def load_data(config: DataConfig) -> TokenData:
+def load_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> TokenData:
     """Tokens of a corpus: made once, then read from the cache.
+
+    tokenizer: takes the place of config.tokenizer, as a checkpoint's own does.
 
     The cache is found by a hash of the text and of the settings that decide its tokens, so a text
     that was edited is tokenised again. Several processes may call this at once: one does the work.
@@ -105,7 +107,10 @@ def load_data(config: DataConfig) -> TokenData:
     """
     if not 0 <= config.val_fraction < 1:
         raise ValueError(f"val_fraction must be at least 0 and below 1, got {config.val_fraction}")
-    tokenizer, settings = _tokenizer_of(config)
+    if tokenizer is None:
+        tokenizer, settings = _tokenizer_of(config)
+    else:
+        settings: dict = {"tokenizer": tokenizer.fingerprint}
 
     def make_tokenizer(training_documents: Iterator[bytes]) -> Tokenizer:
         return tokenizer or train_bpe(training_documents, config.vocab_size)
