@@ -36,6 +36,15 @@ from minitx.tensor_file import DTYPE_NAMES, write_tensors
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, max_seq_len=16, vocab_size=64, dropout=0.1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other over tensors this small cost far more than they give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make(device="cpu", config=TINY, **options):
     """A model and its AdamW in two groups, as the trainer has them."""
     model = GPT(config, "eager").to(device)
@@ -100,8 +109,6 @@ OPTIMIZERS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "max": {"a
 
 def test_ten_steps_and_ten_more_in_a_fresh_process_are_twenty(tmp_path):
     """Weights and moments bit for bit, with dropout: random states, moments and steps all count."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     unbroken = {}
     for name, options in OPTIMIZERS.items():
         torch.manual_seed(0)
@@ -110,7 +117,6 @@ def test_ten_steps_and_ten_more_in_a_fresh_process_are_twenty(tmp_path):
         save(tmp_path / name, 10, model, optimizer)
         train(model, optimizer, 10)
         unbroken[name] = fingerprint(model, optimizer)
-    torch.set_num_threads(threads)
     script = RESUME.format(tests=str(Path(__file__).parent), run=str(tmp_path))
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -23,6 +23,15 @@ CONFIGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other over tensors this small cost far more than they give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make_model(name="rope", kernel="eager", scale=10.0):
     """A model whose attention matters: weights of 0.02 would leave it next to nothing to say."""
     torch.manual_seed(0)
