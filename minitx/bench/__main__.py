@@ -1,0 +1,32 @@
+"""python -m minitx.bench COMMAND ...: benchmarks that check a result before they time it.
+
+A command is a module of this package with a function `main(argv) -> exit code`.
+"""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "softmax": "row softmax, forward and backward, beside PyTorch, peers and copy bandwidth",
+}
+
+USAGE = "usage: python -m minitx.bench {" + ",".join(COMMANDS) + "} [--help] [flags]"
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        for name, description in COMMANDS.items():
+            print(f"  {name:10} {description}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        found = f"unknown command '{argv[0]}'" if argv else "no command"
+        print(
+            f"minitx.bench: error: {found}; expected one of {', '.join(COMMANDS)}", file=sys.stderr
+        )
+        return 2
+    return importlib.import_module(f"minitx.bench.{argv[0]}").main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

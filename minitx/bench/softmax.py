@@ -1,0 +1,384 @@
+"""python -m minitx.bench softmax: the row softmax, forward and backward, by width.
+
+Each result is first checked on some rows against float64, then timed. What counts is the rate of
+the bytes that must move: forward one read and one write of the tensor, backward two reads and one
+write, causal rows read only where they are visible; beside it stands what a plain copy reaches on
+the same machine. Writes softmax.csv and softmax.png to --out_dir and prints a table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from minitx.bench import _common as common
+from minitx.cli import EXIT_PARITY_FAILED, run_cli
+from minitx.kernels import SOFTMAX_KERNELS, softmax, softmax_reference, supports_softmax
+from minitx.kernels.reference import causal_mask
+from minitx.testing import error_budget, max_error
+
+PEERS = ("torch", "torch.compile", "quack")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DIRECTIONS = ("forward", "backward", "both")
+COLOURS = {
+    "torch": "#7f7f7f",
+    "torch.compile": "#000000",
+    "quack": "#E69F00",
+    "triton": "#0072B2",
+    "tilelang": "#D55E00",
+}
+CHECKED_ROWS = 16
+MEASURED = (
+    "median_ms",
+    "p20_ms",
+    "p80_ms",
+    "tb_per_s",
+    "first_call_s",
+    "peak_gib",
+    "max_error",
+    "error_budget",
+)
+
+# By device. The GPU's tensors are some times its L2 cache; the CPU's suit an interpreter.
+WIDTHS = {
+    "cuda": [128 * 2**i for i in range(14)],  # 128 to 1,048,576
+    "cpu": [128, 1000, 20000],
+}
+ELEMENTS = {"cuda": 2**27, "cpu": 2**16}
+# Wider than this a causal matrix is no longer square: it would not fit in memory.
+MAX_CAUSAL_WIDTH = {"cuda": 32768, "cpu": 256}
+
+Softmax = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class SoftmaxBenchConfig:
+    """What to measure.
+
+    Args:
+        kernels: any of triton, tilelang, eager, torch, torch.compile, quack, with commas between;
+            empty: all that run here (torch.compile on a GPU only).
+        dtypes: any of float32, float16, bfloat16.
+        widths: columns a row; empty: 128 to 1M on a GPU, three small ones on a CPU.
+        elements: elements in a tensor, so that there are elements // width rows; default: 2**27
+            on a GPU, 2**16 on a CPU. Causal matrices are square, whatever that takes.
+        causal: any of false and true.
+        budget_ms: milliseconds of measuring a result.
+        device: cuda or cpu; default: the GPU if there is one.
+        out_dir: folder for softmax.csv and softmax.png.
+        overwrite: replace files that are there already.
+    """
+
+    kernels: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float32"])
+    widths: list[int] = field(default_factory=list)
+    elements: int | None = None
+    causal: list[bool] = field(default_factory=lambda: [False, True])
+    budget_ms: float = 100.0
+    device: str | None = None
+    out_dir: Path = Path("runs/bench")
+    overwrite: bool = False
+
+
+@dataclass
+class Case:
+    """One tensor to measure on: [matrices, rows a matrix, width]."""
+
+    dtype: str
+    is_causal: bool
+    width: int
+    elements: int
+    device: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        rows = max(self.elements // self.width, 1)
+        if not self.is_causal:
+            return 1, rows, self.width
+        return max(rows // self.width, 1), self.width, self.width
+
+    def bytes_that_must_move(self, direction: str) -> int:
+        matrices, rows, width = self.shape
+        whole = matrices * rows * width
+        read = matrices * width * (width + 1) // 2 if self.is_causal else whole
+        forward, backward = read + whole, 2 * read + whole
+        elements = {"forward": forward, "backward": backward, "both": forward + backward}
+        return elements[direction] * DTYPES[self.dtype].itemsize
+
+
+def make_softmax(kernel: str, case: Case) -> Softmax:
+    """The function to time: [..., N] -> [..., N]."""
+    if kernel in SOFTMAX_KERNELS:
+        return lambda x: softmax(x, is_causal=case.is_causal, kernel=kernel)
+    if kernel == "quack":
+        quack = _quack_softmax()
+        assert quack is not None, "why_not was not asked"
+        return lambda x: quack(x.flatten(0, -2)).view(x.shape)
+    if case.is_causal:
+        masked = ~causal_mask(*case.shape[1:], case.device)
+        function: Softmax = lambda x: torch.softmax(x.masked_fill(masked, float("-inf")), -1)  # noqa: E731
+    else:
+        function = lambda x: torch.softmax(x, -1)  # noqa: E731
+    if kernel == "torch.compile":
+        torch._dynamo.reset()  # a fresh compilation for each case, none generalised
+        return torch.compile(function, dynamic=False)
+    return function
+
+
+def why_not(kernel: str, device: str, is_causal: bool = False) -> str | None:
+    """Why a kernel or peer cannot be measured here, or None."""
+    if kernel in SOFTMAX_KERNELS:
+        return supports_softmax(kernel, torch.empty(1, 1, device=device)).reason or None
+    if kernel == "quack":
+        if is_causal:
+            return "it has no causal softmax"
+        if device != "cuda":
+            return "it runs on GPUs only"
+        if _quack_softmax() is None:
+            return "the package quack cannot be imported"
+    return None
+
+
+def _quack_softmax() -> Softmax | None:
+    """The softmax of the package quack ([rows, N] -> [rows, N]), where it is installed."""
+    try:
+        from quack.softmax import softmax as quack  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return quack
+
+
+def check_rows(case: Case, x: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor):
+    """(error, budget) of y and dx, the worse of the two, on rows from the first to the last.
+
+    The budget is the tests': twice the error of torch.softmax in the same dtype, and one rounding.
+    """
+    matrices, rows, width = case.shape
+    chosen = torch.linspace(0, matrices * rows - 1, CHECKED_ROWS).long().unique().to(x.device)
+    scores, dy, y, dx = (t.detach().view(-1, width)[chosen] for t in (x, dy, y, dx))
+    if case.is_causal:
+        columns = torch.arange(width, device=x.device)
+        masked = columns > (chosen % rows + width - rows)[:, None]
+        scores = scores.masked_fill(masked, float("-inf"))
+    worst = (0.0, 1.0)
+    exact = _values_and_gradient(softmax_reference, scores.double(), dy.double())
+    torchs = _values_and_gradient(lambda x: torch.softmax(x, -1), scores, dy)
+    for ours, truth, baseline in zip((y, dx), exact, torchs, strict=True):
+        error, budget = max_error(ours, truth), error_budget(baseline, truth, x.dtype)
+        worst = max(worst, (error, budget), key=lambda pair: pair[0] / pair[1])
+    return worst
+
+
+def _values_and_gradient(function: Softmax, x: torch.Tensor, dy: torch.Tensor):
+    x = x.detach().requires_grad_()
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+def measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Row]:
+    """A row for each direction; a kernel that cannot, runs out of memory or is wrong has rows that
+    say so."""
+    reason = why_not(kernel, case.device, case.is_causal)
+    if reason is not None:
+        return [_row(kernel, case, direction, reason) for direction in DIRECTIONS]
+    try:
+        return _measure_kernel(kernel, case, budget_ms)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        out_of_memory = common.is_out_of_memory(error)
+        status = "out of memory" if out_of_memory else f"failed: {str(error).splitlines()[0]}"
+    common.free_memory(case.device)
+    return [_row(kernel, case, direction, status) for direction in DIRECTIONS]
+
+
+def _measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Row]:
+    generator = torch.Generator(case.device).manual_seed(0)
+    x, dy = (
+        torch.randn(case.shape, generator=generator, device=case.device, dtype=DTYPES[case.dtype])
+        for _ in range(2)
+    )
+    x.requires_grad_()
+    function = make_softmax(kernel, case)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return function(x)
+
+    graph: list[torch.Tensor] = []
+
+    def backward() -> torch.Tensor:
+        return torch.autograd.grad(graph[0], x, dy, retain_graph=True)[0]
+
+    def both() -> torch.Tensor:
+        return torch.autograd.grad(function(x), x, dy)[0]
+
+    first_call = {"forward": common.first_call_seconds(forward, case.device)}
+    graph.append(function(x))
+    first_call["backward"] = common.first_call_seconds(backward, case.device)
+    first_call["both"] = first_call["forward"] + first_call["backward"]
+    error, budget = check_rows(case, x, dy, graph[0], backward())
+    checked = {"max_error": error, "error_budget": budget}
+    if not error <= budget:
+        return [_row(kernel, case, d, "wrong", **checked) for d in DIRECTIONS]
+    rows = []
+    for direction, call in (("forward", forward), ("backward", backward), ("both", both)):
+        peak = common.peak_gib(call, case.device)
+        timing = common.measure(call, case.device, budget_ms)
+        rate = common.terabytes_per_s(case.bytes_that_must_move(direction), timing.median_ms)
+        rows.append(
+            _row(
+                kernel,
+                case,
+                direction,
+                "ok",
+                **vars(timing),
+                tb_per_s=rate,
+                first_call_s=first_call[direction],
+                peak_gib=peak,
+                **checked,
+            )
+        )
+    return rows
+
+
+def _row(kernel: str, case: Case, direction: str, status: str, **measured) -> common.Row:
+    matrices, rows, width = case.shape
+    empty = dict.fromkeys(MEASURED)
+    return {
+        "kernel": kernel,
+        "dtype": case.dtype,
+        "direction": direction,
+        "is_causal": case.is_causal,
+        "rows": matrices * rows,
+        "columns": width,
+        "bytes": case.bytes_that_must_move(direction),
+        "status": status,
+        **empty,
+        **measured,
+    }
+
+
+def print_tables(rows: list[common.Row], kernels: list[str], copy: float) -> None:
+    """TB/s by width, one table for each dtype, direction and causal or not, all of one run."""
+    groups = dict.fromkeys((r["dtype"], r["is_causal"], r["direction"]) for r in rows)
+    for dtype, is_causal, direction in groups:
+        print(
+            f"\n{dtype} {direction}{', causal' if is_causal else ''}: TB/s of bytes that must move"
+            f" (copy: {copy:.3g})"
+        )
+        cells: dict[str, dict[str, str]] = {}
+        for r in rows:
+            if (r["dtype"], r["is_causal"], r["direction"]) == (dtype, is_causal, direction):
+                line = cells.setdefault(f"{r['rows']} x {r['columns']}", {})
+                line[r["kernel"]] = f"{r['tb_per_s']:.3g}" if r["status"] == "ok" else _short(r)
+        table = [[size, *(line[k] for k in kernels)] for size, line in cells.items()]
+        print(common.format_table(["rows x columns", *kernels], table))
+
+
+def _short(row: common.Row) -> str:
+    return {"out of memory": "memory", "wrong": "wrong"}.get(
+        row["status"], "failed" if row["status"].startswith("failed") else "-"
+    )
+
+
+def plot(csv_path: Path, png_path: Path) -> None:
+    """Draws the CSV: TB/s by width, a panel for each dtype, direction and causal or not."""
+    from matplotlib.figure import Figure
+
+    rows = [r for r in common.read_csv(csv_path) if r["direction"] != "both"]
+    lines = list(dict.fromkeys((r["dtype"], r["is_causal"]) for r in rows))
+    figure = Figure(figsize=(10, 3.2 * len(lines)), layout="constrained")
+    panels = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
+    for (dtype, is_causal), axes in zip(lines, panels, strict=True):
+        for direction, axis in zip(DIRECTIONS, axes, strict=False):
+            chosen = (dtype, is_causal, direction)
+            here = [r for r in rows if (r["dtype"], r["is_causal"], r["direction"]) == chosen]
+            measured = [r for r in here if r["status"] == "ok"]
+            for kernel in dict.fromkeys(r["kernel"] for r in measured):
+                points = [r for r in measured if r["kernel"] == kernel]
+                axis.plot(
+                    [int(r["columns"]) for r in points],
+                    [float(r["tb_per_s"]) for r in points],
+                    marker="o",
+                    markersize=4,
+                    color=COLOURS.get(kernel),
+                    label=kernel,
+                )
+            if measured:
+                axis.set_xscale("log", base=2)
+            axis.axhline(
+                float(here[0]["copy_tb_per_s"]), color="#bbbbbb", linestyle="--", label="copy"
+            )
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{dtype} {direction}{', causal' if is_causal == 'True' else ''}")
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel("TB/s of bytes that must move")
+    for axis in panels[-1]:
+        axis.set_xlabel("columns")
+    panels[0][0].legend(frameon=False, fontsize="small")
+    figure.suptitle(f"Row softmax, {rows[0]['device']}, torch {rows[0]['torch']}")
+    figure.savefig(png_path, dpi=150)
+
+
+def run(config: SoftmaxBenchConfig) -> int:
+    device = common.check_device(config.device)
+    kernels = _kernels(config, device)
+    for dtype in config.dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtypes: unknown '{dtype}'; expected any of {', '.join(DTYPES)}")
+    widths = config.widths or WIDTHS[device]
+    elements = config.elements or ELEMENTS[device]
+    if min([*widths, elements]) < 1:
+        raise ValueError("--widths and --elements must be 1 or more")
+    csv_path, png_path = config.out_dir / "softmax.csv", config.out_dir / "softmax.png"
+    common.refuse_to_overwrite([csv_path, png_path], config.overwrite)
+
+    copy = common.copy_bandwidth(device, config.budget_ms)
+    about = {"copy_tb_per_s": copy, **common.environment_columns(device)}
+    print(f"{about['device']}: copy {copy:.3g} TB/s, read and written")
+    cases = [
+        Case(dtype, is_causal, width, elements, device)
+        for dtype in config.dtypes
+        for is_causal in config.causal
+        for width in widths
+        if not is_causal or width <= MAX_CAUSAL_WIDTH[device]
+    ]
+    rows: list[common.Row] = []
+    for case in tqdm(cases, unit="case", disable=None):
+        for kernel in kernels:
+            rows += [row | about for row in measure_kernel(kernel, case, config.budget_ms)]
+    print_tables(rows, kernels, copy)
+    common.write_csv(csv_path, rows)
+    plot(csv_path, png_path)
+    print(f"\nwrote {csv_path} and {png_path}")
+    return EXIT_PARITY_FAILED if _report_failures(rows) else 0
+
+
+def _kernels(config: SoftmaxBenchConfig, device: str) -> list[str]:
+    known = [*PEERS, *SOFTMAX_KERNELS[1:]]
+    if not config.kernels:
+        wanted = ["torch", "torch.compile", "quack", "triton", "tilelang"]
+        if device == "cpu":
+            wanted.remove("torch.compile")
+        return [kernel for kernel in wanted if why_not(kernel, device) is None]
+    for kernel in config.kernels:
+        if kernel not in known:
+            raise ValueError(f"--kernels: unknown '{kernel}'; expected any of {', '.join(known)}")
+    return config.kernels
+
+
+def _report_failures(rows: list[common.Row]) -> bool:
+    """Names what went wrong, once each; true if that was a kernel of this project."""
+    bad = [r for r in rows if r["status"] == "wrong" or r["status"].startswith("failed")]
+    for r in bad:
+        print(f"{r['kernel']} {r['dtype']} {r['direction']} {r['columns']}: {r['status']}")
+    return any(r["kernel"] in SOFTMAX_KERNELS for r in bad)
+
+
+def main(argv: list[str]) -> int:
+    argv = common.bracket_lists(argv, SoftmaxBenchConfig)
+    return run_cli(
+        run, SoftmaxBenchConfig, argv, prog="minitx.bench softmax", description=__doc__ or ""
+    )
