@@ -1,4 +1,4 @@
-"""Windows of tokens in batches: a seeded stream to train on, a plain pass to validate on.
+"""Windows of tokens in batches: a seeded stream to train on, whose place can be stored.
 
 A window is seq_len + 1 tokens: the inputs, and the targets one later. Windows start seq_len apart,
 so the last target of one is the first input of the next, and every token but the first is a target
@@ -6,7 +6,6 @@ once an epoch.
 """
 
 import mmap
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -155,39 +154,6 @@ def epoch_order(seed: int, epoch: int, n: int, max_shift: int) -> tuple[int, np.
     x = x ^ (x >> np.uint64(31))
     # The hash is a bijection: no two keys are equal, so the order is that of any sorting method.
     return int(shift[0]) % (max_shift + 1), np.argsort(x)
-
-
-def validation_batches(
-    tokens: np.ndarray,
-    batch_size: int,
-    seq_len: int,
-    *,
-    device: torch.device | str = "cpu",
-    max_batches: int | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One pass in order: every token but the first is a target exactly once.
-
-    Yields inputs and targets, int64 [batch_size, seq_len]; then, where they do not divide, a batch
-    of fewer windows, and one window [1, less than seq_len] of what is left. Batches differ in
-    size: weigh their losses by `targets.numel()`. `max_batches` stops earlier.
-
-    Raises ValueError for fewer than two tokens.
-    """
-    _check_sizes(tokens, batch_size, 1)
-    if seq_len < 1:
-        raise ValueError(f"seq_len must be at least 1, got {seq_len}")
-    n_windows = (len(tokens) - 1) // seq_len
-    spans = [
-        (first * seq_len, min(batch_size, n_windows - first), seq_len)
-        for first in range(0, n_windows, batch_size)
-    ]
-    if left_over := (len(tokens) - 1) % seq_len:
-        spans.append((n_windows * seq_len, 1, left_over))
-    for start, rows, width in spans[:max_batches]:
-        text = torch.from_numpy(tokens[start : start + rows * width + 1].astype(np.int64))
-        release_pages(tokens)
-        text = text.to(device)
-        yield text[:-1].view(rows, width), text[1:].view(rows, width)
 
 
 def release_pages(tokens: np.ndarray) -> None:

@@ -34,7 +34,7 @@ def read_documents(source: str, max_bytes: int | None = None) -> Iterator[bytes]
     Args:
         source: one of
             "stdlib": every *.py of the running Python's standard library, its tests included
-                (they are real text, and half of it), packages installed beside it excluded;
+                (more than half of it, and real text), packages installed beside it excluded;
             a file: one document, whatever its bytes;
             a folder: every file below it that is not hidden and not binary, a document each, in
                 order of path;
@@ -50,16 +50,13 @@ def read_documents(source: str, max_bytes: int | None = None) -> Iterator[bytes]
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     left = max_bytes
     for document in _all_documents(source, max_bytes):
-        if left is None:
-            yield document
-            continue
-        if len(document) > left:
-            document = document[: char_boundary(document, left)]
-        left -= len(document)
-        if document:
-            yield document
-        if left <= 0 or not document:
+        if left is not None and len(document) >= left:
+            if beginning := document[: char_boundary(document, left)]:
+                yield beginning
             return
+        yield document
+        if left is not None:
+            left -= len(document)
 
 
 def _all_documents(source: str, max_bytes: int | None) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitx.batches import BatchStream, validation_batches
+from minitx.batches import BatchStream
 from minitx.corpus import MissingTextError, read_documents
 from minitx.token_cache import cache_key, index_documents, open_or_build
 from minitx.tokenizer import MIN_BPE_VOCAB, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -27,7 +27,6 @@ __all__ = [
     "TokenData",
     "documents",
     "load_data",
-    "validation_batches",
 ]
 
 

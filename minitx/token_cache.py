@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
@@ -34,6 +35,8 @@ logger = logging.getLogger("minitx")
 
 FORMAT = 1  # of the folder and of all that decides its tokens: raise it when either changes
 SPLITS = ("train", "val")
+# A folder that was begun so long ago is nobody's work any more.
+ABANDONED_SECONDS = 24 * 3600
 # Documents are encoded in groups of this many bytes: enough to keep every core busy, and some
 # 200 MiB of the tokenizers library's bookkeeping at most.
 GROUP_BYTES = 4 << 20
@@ -127,8 +130,11 @@ def _build(
     val_fraction: float,
     make_tokenizer: Callable[[Iterator[bytes]], Tokenizer],
 ) -> None:
-    for left_behind in folder.parent.glob(f"{folder.name}.*.tmp"):  # by a process that was killed
-        shutil.rmtree(left_behind)
+    for work in folder.parent.glob("*.tmp"):
+        if time.time() - work.stat().st_mtime > ABANDONED_SECONDS:  # its process was killed
+            shutil.rmtree(work)
+    if folder.exists():
+        shutil.rmtree(folder)  # damaged, or this would not be called
     work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         tokenizer = make_tokenizer(
@@ -136,9 +142,12 @@ def _build(
         )
         logger.info("tokenising %.1f MB", int(index.sizes.sum()) / 1e6)
         _write(work, _split(documents(), index, val_fraction), tokenizer)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(work, folder)
+        try:
+            os.rename(work, folder)
+        except OSError:
+            # On a file system whose locks do not reach other machines, one of them may be first.
+            if not folder.exists():
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)  # gone already unless something went wrong
 

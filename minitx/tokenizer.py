@@ -55,7 +55,8 @@ def _byte_alphabet() -> list[str]:
 
 
 ALPHABET = _byte_alphabet()
-_BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
+# For str.translate: the alphabet to Latin-1, and what is not in the alphabet to what Latin-1 lacks.
+_TO_LATIN_1 = dict.fromkeys(range(256), 256) | {ord(c): byte for byte, c in enumerate(ALPHABET)}
 
 
 class Tokenizer(ABC):
@@ -295,12 +296,13 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
 def _piece_table(library: tokenizers.Tokenizer, vocab: dict[str, int], eot: int) -> list[bytes]:
     """The bytes of each id. Ids that no token has decode to nothing, and neither does `eot`."""
     pieces = [b""] * (max(vocab.values()) + 1)
-    added = library.get_added_tokens_decoder()
     for token, i in vocab.items():
-        if i in added or any(character not in _BYTE_OF for character in token):
-            pieces[i] = token.encode()  # spelled as it is, not in the byte-level alphabet
-        else:
-            pieces[i] = bytes(_BYTE_OF[character] for character in token)
+        try:
+            pieces[i] = token.translate(_TO_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:  # not in the byte-level alphabet: it stands for itself
+            pieces[i] = token.encode()
+    for i, added in library.get_added_tokens_decoder().items():  # so do these
+        pieces[i] = added.content.encode()
     pieces[eot] = b""
     return pieces
 

@@ -1,6 +1,5 @@
 """The training stream: what it covers, in which order, and that it can be resumed to the window."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.batches import epoch_order, release_pages
-from minitx.data import BatchStream, validation_batches
+from minitx.batches import BatchStream, epoch_order, release_pages
 
 S = 4
 TEN_WINDOWS = np.arange(10 * S + 1, dtype=np.uint16)  # a token is its own place
@@ -154,16 +152,12 @@ def test_orders_are_evenly_spread():
     assert np.abs(np.bincount(firsts, minlength=10) - 200).max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
 
 
-@pytest.mark.parametrize("make", [BatchStream, validation_batches])
-def test_exactly_one_window_is_enough_to(make):
-    tokens = np.arange(S + 1)
-    if make is BatchStream:
-        stream = make(tokens, 8, S, seed=0)
-        for _ in range(3):
-            assert stream.next()[1].tolist() == [[1, 2, 3, 4]] * 8
-    else:
-        ((inputs, targets),) = make(tokens, 8, S)
-        assert (inputs.tolist(), targets.tolist()) == ([[0, 1, 2, 3]], [[1, 2, 3, 4]])
+def test_exactly_one_window_is_enough():
+    stream = BatchStream(np.arange(S + 1), 8, S, seed=0)
+    for _ in range(3):
+        inputs, targets = stream.next()
+        assert inputs.tolist() == [[0, 1, 2, 3]] * 8
+        assert targets.tolist() == [[1, 2, 3, 4]] * 8
 
 
 @pytest.mark.parametrize("count", [0, 1, S])
@@ -190,57 +184,30 @@ def test_bad_arguments(arguments, message):
         BatchStream(**(good | arguments))
 
 
-# -- validation -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 9, 33, 40, 41])
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_validation_scores_every_token_but_the_first_once(count, batch_size):
-    batches = list(validation_batches(np.arange(count), batch_size, S))
-    assert [int(t) for _, targets in batches for t in targets.flatten()] == list(range(1, count))
-    for inputs, targets in batches:
-        assert torch.equal(targets, inputs + 1)
-        assert inputs.shape[0] <= batch_size
-        assert inputs.shape[1] <= S
-
-
-def test_validation_stops_where_it_is_told_and_never_runs_out():
-    first = list(validation_batches(TEN_WINDOWS, 2, S, max_batches=2))
-    assert [inputs[:, 0].tolist() for inputs, _ in first] == [[0, 4], [8, 12]]
-    assert len(list(validation_batches(TEN_WINDOWS, 2, S, max_batches=99))) == 5
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_validation_needs_two_tokens(count):
-    with pytest.raises(ValueError, match=rf"^need at least 2 tokens .* got {count}"):
-        next(validation_batches(np.arange(count), 2, S))
-
-
 # -- memory and devices ---------------------------------------------------------------------------
 
 
 def mapped_resident_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    """MiB of mapped files that count as this process's memory."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except FileNotFoundError:
+        lines = []
+    for line in lines:
         if line.startswith("RssFile:"):
             return int(line.split()[1]) / 1024
-    raise AssertionError("no RssFile")
+    pytest.skip("this system does not say how much of a mapped file is resident")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("read", ["train", "validation"])
-def test_reading_a_whole_file_keeps_little_of_it_resident(read, tmp_path):
-    path, size = tmp_path / "tokens.bin", 128 << 20
+def test_reading_a_whole_file_keeps_little_of_it_resident(tmp_path):
+    path, seq_len = tmp_path / "tokens.bin", 65_535
     with open(path, "wb") as file:
-        file.truncate(size)
+        file.truncate(128 << 20)
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     before = mapped_resident_mib()
-    if read == "train":
-        stream = BatchStream(tokens, 64, 65_535, seed=0)
-        for _ in range(len(tokens) // 65_535 // 64 + 1):
-            stream.next()
-    else:
-        for _ in itertools.islice(validation_batches(tokens, 64, 65_535), 1000):
-            pass
+    stream = BatchStream(tokens, 64, seq_len, seed=0)
+    for _ in range(len(tokens) // seq_len // 64 + 1):
+        stream.next()
     assert mapped_resident_mib() - before < 40  # of 128: a few batches' pages
 
 

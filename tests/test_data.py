@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 import minitx.data
 import minitx.token_cache
 from minitx.data import DataConfig, MissingTextError, cache_folder, documents, load_data
-from minitx.tokenizer import ALPHABET, train_bpe
+from minitx.tokenizer import ALPHABET, ByteTokenizer, train_bpe
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,26 @@ def test_a_second_load_trains_and_writes_nothing(texts, cache, trained):
     assert not list(cache.rglob("*.tmp"))
 
 
+def test_only_training_documents_train_the_tokenizer(texts, monkeypatch):
+    seen = []
+
+    def train(documents, vocab_size):
+        seen.extend(documents)
+        return train_bpe(seen, vocab_size)
+
+    monkeypatch.setattr(minitx.data, "train_bpe", train)
+    data = load_data(DataConfig(source=str(texts), vocab_size=260, val_fraction=0.3))
+    assert b"".join(seen) == data.tokenizer.decode(data.train)
+    assert data.val_bytes > 0
+
+
+def test_a_given_tokenizer_takes_the_place_of_the_settings(texts, trained):
+    data = load_data(DataConfig(source=str(texts)), ByteTokenizer())
+    assert isinstance(data.tokenizer, ByteTokenizer)
+    assert len(data.train) == data.train_bytes + data.train_docs
+    assert trained == []
+
+
 def test_whatever_changes_the_tokens_changes_the_place(texts, cache, tmp_path):
     source = str(texts)
     base = DataConfig(source=source, vocab_size=260)
@@ -229,7 +250,9 @@ def test_a_build_that_fails_or_was_killed_leaves_nothing(texts, cache, monkeypat
     config = DataConfig(source=str(texts), vocab_size=258)
     load_data(config)
     (folder,) = folders(cache)
-    killed = write(cache / "tokens" / f"{folder.name}.abc.tmp", **{"train.bin": b"half"})
+    killed = write(cache / "tokens" / "0123.abc.tmp", **{"train.bin": b"half"})
+    os.utime(killed, (0, 0))
+    at_work = write(cache / "tokens" / "0123.def.tmp", **{"train.bin": b"half"})
     (folder / "meta.json").unlink()
 
     def fail(*_):
@@ -239,9 +262,20 @@ def test_a_build_that_fails_or_was_killed_leaves_nothing(texts, cache, monkeypat
         patch.setattr(minitx.token_cache, "_write", fail)
         with pytest.raises(ValueError, match="no"):
             load_data(config)
-    assert not killed.exists()
-    assert not list(cache.rglob("*.tmp"))
+    assert list(cache.rglob("*.tmp")) == [at_work]
     assert load_data(config).train_docs > 0
+
+
+def test_another_machine_may_be_first(texts, cache, monkeypatch):
+    write_tokens = minitx.token_cache._write
+
+    def write_twice(work, *arguments):
+        write_tokens(work, *arguments)
+        shutil.copytree(work, work.parent / work.name.split(".")[0])
+
+    monkeypatch.setattr(minitx.token_cache, "_write", write_twice)
+    assert load_data(DataConfig(source=str(texts), vocab_size=258)).train_docs > 0
+    assert len(folders(cache)) == 1
 
 
 @pytest.mark.parametrize("second_pass", [[b"ax", b"c"], [b"ab"], [b"ab", b"c", b"d"]])

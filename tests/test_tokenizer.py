@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 import minitx.tokenizer
 from minitx.tokenizer import (
@@ -213,6 +213,9 @@ def test_what_would_lose_text_is_switched_off(tmp_path):
     library.normalizer = normalizers.Sequence([normalizers.NFC()])
     library.enable_truncation(3)
     library.enable_padding(length=64)
+    library.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", library.get_vocab_size() - 1)]
+    )
     tokenizer = load_tokenizer(saved(library, tmp_path))
     text = "e\u0301 and more than three tokens".encode()
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -221,12 +224,21 @@ def test_what_would_lose_text_is_switched_off(tmp_path):
 
 def test_a_special_tokens_text_is_text_and_other_specials_decode_to_themselves(tmp_path):
     library = train_bpe([TEXT], 300)._library
-    library.add_special_tokens([AddedToken("<|im start|>")])
+    library.add_special_tokens([AddedToken("<|im start é|>")])
     tokenizer = load_tokenizer(saved(library, tmp_path))
-    text = b"<|im start|><|endoftext|>"
+    text = "<|im start é|><|endoftext|>".encode()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text).max() < tokenizer.eot
-    assert tokenizer.decode([tokenizer.eot + 1]) == b"<|im start|>"
+    assert tokenizer.decode([tokenizer.eot + 1]) == "<|im start é|>".encode()
+
+
+def test_a_word_that_was_added_as_text_is_found_in_text(tmp_path):
+    library = train_bpe([TEXT], 300)._library
+    library.add_tokens(["é-é"])
+    tokenizer = load_tokenizer(saved(library, tmp_path))
+    ids = tokenizer.encode("né-én".encode())
+    assert tokenizer.eot + 1 in ids
+    assert tokenizer.decode(ids) == "né-én".encode()
 
 
 def without_eot() -> tokenizers.Tokenizer:
