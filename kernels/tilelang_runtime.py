@@ -195,9 +195,9 @@ def _language(target: Target) -> Language:
 
 
 def _each_serially(*extents: Any) -> Any:
-    import tilelang.language as T
+    from tilelang.language import grid, serial  # type: ignore[attr-defined]
 
-    return T.serial(extents[0]) if len(extents) == 1 else T.grid(*extents)
+    return serial(extents[0]) if len(extents) == 1 else grid(*extents)
 
 
 def _with_stride_parameters(func: Any) -> tuple[Any, list[tuple[int, int]]]:

@@ -1,0 +1,244 @@
+"""Row softmax in TileLang: an online log-sum-exp over tiles of columns, then a scan that writes.
+
+    y_j  = 2^(x_j log2(e) - lse)        lse = log2(sum_k 2^(x_k log2(e)))
+    dx_j = y_j (dy_j - sum_k y_k dy_k)
+
+A block takes BLOCK_N rows and walks their columns in tiles of BLOCK_M, twice. The first scan
+carries the log-sum-exp of the columns seen so far, in base 2 because that is the exponential that
+hardware has; the second writes. Only a tile and two numbers a row are ever on chip, so rows may
+have any length. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax",
+section 3, with the logarithm of their sum.)
+
+How the log-sum-exp is carried decides whether this is stable. The update that comes to mind,
+lse' = m + log2(2^(lse - m) + s) with the tile's maximum m and sum s, overflows once m lies 128
+below lse, and the whole row comes out 0. So:
+
+- The log-sum-exp is carried as row_max log2(e) + lse, in two numbers: beside scores of 1000, one
+  float32 would have three decimals left for it.
+- Two of them are merged around the larger (`log2_of_sum`): 2^ is taken of nothing above 0.
+- Where there is nothing to see yet, lse is -inf, and where row_max is, 0 is subtracted in its
+  place: -inf minus -inf would be NaN.
+
+A row that ends as it began, all -inf, gives zeros. A NaN, or +inf, makes the row's sum NaN (its
+maximum may drop it: tile-ai/tilelang#3270), and with it the row.
+
+A kernel is compiled for each dtype, `is_causal`, tile (TILES, by width) and `vector_width`; lengths
+and strides are run-time arguments. Any strides are read and written without a copy. On a CPU (`c`
+target), float16 and bfloat16 are computed through a float32 copy.
+"""
+
+import torch
+
+from minitx.kernels.tilelang_rows import (
+    NEG_INF,
+    Rows,
+    Tile,
+    as_matrices,
+    choose_tile,
+    vector_width,
+)
+from minitx.kernels.tilelang_runtime import Language, get_kernel
+
+# The annotations of a prim_func are values, not types:
+# pyright: reportInvalidTypeForm=false
+
+LOG2E = 1.4426950408889634
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def build_softmax_fwd(lang: Language, *, dtype: str, is_causal: bool, tile: Tile, vector: int):
+    import tilelang.language as T
+
+    BLOCK_N, BLOCK_M, threads = tile
+    rows = Rows(lang, is_causal=is_causal, tile=tile, vector=vector)
+
+    def finite(row_max):
+        return T.if_then_else(row_max == NEG_INF, 0.0, row_max)
+
+    def log2_of_sum(a, b):
+        """log2(2^a + 2^b) of float64 a and b: -inf if both are, NaN if either is."""
+        ratio = T.exp2(T.cast(T.min(a - b, b - a), "float32"))  # the smaller over the larger
+        larger = T.max(a, b) + T.cast(T.log1p(ratio) * LOG2E, "float64")
+        return T.if_then_else(a == b, a + 1.0, larger)
+
+    @T.prim_func
+    def softmax_fwd(x: rows.tensor("x", dtype), y: rows.tensor("y", dtype)):
+        with T.Kernel(rows.n_blocks, threads=threads) as block:
+            rows.set_options()
+            place = rows.locate(block)
+            first_row = place[2]
+            raw = lang.tile((BLOCK_N, BLOCK_M), dtype)
+            scores = lang.tile((BLOCK_N, BLOCK_M), "float32")
+            row_max = lang.tile((BLOCK_N,), "float32")
+            shift = lang.tile((BLOCK_N,), "float32")  # row_max, or 0 where that is -inf
+            old_shift = lang.tile((BLOCK_N,), "float32")
+            tile_sum = lang.tile((BLOCK_N,), "float32")
+            lse = lang.tile((BLOCK_N,), "float64")  # a row may have thousands of tiles: no drift
+            lse_32 = lang.tile((BLOCK_N,), "float32")
+            rows.lay_out(raw, scores)
+            for i in lang.each(BLOCK_N):
+                row_max[i] = NEG_INF
+                shift[i] = 0.0
+                lse[i] = T.cast(NEG_INF, "float64")
+
+            for t in T.serial(rows.tiles_seen(first_row)):
+                rows.load(x, place, t * BLOCK_M, raw, scores, NEG_INF)
+                T.reduce_max(scores, row_max, dim=1, clear=False)
+                for i in lang.each(BLOCK_N):
+                    old_shift[i] = shift[i]
+                    shift[i] = finite(row_max[i])
+                for i, j in lang.each(BLOCK_N, BLOCK_M):
+                    scores[i, j] = T.exp2((scores[i, j] - shift[i]) * LOG2E)
+                T.reduce_sum(scores, tile_sum, dim=1)
+                for i in lang.each(BLOCK_N):
+                    lse[i] = log2_of_sum(
+                        lse[i] + T.cast(old_shift[i] - shift[i], "float64") * LOG2E,
+                        T.cast(T.log2(tile_sum[i]), "float64"),
+                    )
+
+            for i in lang.each(BLOCK_N):
+                lse_32[i] = finite(T.cast(lse[i], "float32"))
+
+            # Backwards: what was read last is the likeliest to be in cache still.
+            for t in T.serial(rows.n_tiles):
+                first_col = (rows.n_tiles - 1 - t) * BLOCK_M
+                rows.load(x, place, first_col, raw, scores, NEG_INF)
+                for i, j in lang.each(BLOCK_N, BLOCK_M):
+                    scores[i, j] = T.exp2((scores[i, j] - shift[i]) * LOG2E - lse_32[i])
+                rows.store(scores, raw, y, place, first_col)
+
+    return softmax_fwd
+
+
+def build_softmax_bwd(lang: Language, *, dtype: str, is_causal: bool, tile: Tile, vector: int):
+    import tilelang.language as T
+
+    BLOCK_N, BLOCK_M, threads = tile
+    rows = Rows(lang, is_causal=is_causal, tile=tile, vector=vector)
+
+    @T.prim_func
+    def softmax_bwd(
+        y: rows.tensor("y", dtype), dy: rows.tensor("dy", dtype), dx: rows.tensor("dx", dtype)
+    ):
+        with T.Kernel(rows.n_blocks, threads=threads) as block:
+            rows.set_options()
+            place = rows.locate(block)
+            first_row = place[2]
+            raw = lang.tile((BLOCK_N, BLOCK_M), dtype)
+            p = lang.tile((BLOCK_N, BLOCK_M), "float32")
+            grad = lang.tile((BLOCK_N, BLOCK_M), "float32")
+            acc = lang.tile((BLOCK_N, BLOCK_M), "float32")
+            delta = lang.tile((BLOCK_N,), "float32")
+            rows.lay_out(raw, p, grad, acc)
+            for i, j in lang.each(BLOCK_N, BLOCK_M):
+                acc[i, j] = 0.0
+
+            for t in T.serial(rows.tiles_seen(first_row)):
+                rows.load(y, place, t * BLOCK_M, raw, p, 0.0)
+                rows.load(dy, place, t * BLOCK_M, raw, grad, 0.0)
+                for i, j in lang.each(BLOCK_N, BLOCK_M):
+                    acc[i, j] += p[i, j] * grad[i, j]
+            T.reduce_sum(acc, delta, dim=1)
+
+            for t in T.serial(rows.n_tiles):
+                first_col = (rows.n_tiles - 1 - t) * BLOCK_M
+                rows.load(y, place, first_col, raw, p, 0.0)
+                rows.load(dy, place, first_col, raw, grad, 0.0)
+                for i, j in lang.each(BLOCK_N, BLOCK_M):
+                    # A row of zeros has no gradient, whatever dy is.
+                    grad[i, j] = T.if_then_else(
+                        p[i, j] == 0.0, 0.0, p[i, j] * (grad[i, j] - delta[i])
+                    )
+                rows.store(grad, raw, dx, place, first_col)
+
+    return softmax_bwd
+
+
+def _launch(build, *tensors: torch.Tensor, is_causal: bool) -> None:
+    """Runs `build`'s kernel on non-empty tensors of one shape and dtype."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    for views in as_matrices(*tensors, is_causal=is_causal):
+        kernel = get_kernel(
+            build,
+            device,
+            dtype=DTYPE_NAMES[dtype],
+            is_causal=is_causal,
+            tile=choose_tile(device, views[0].shape[-1]),
+            vector=vector_width(views),
+        )
+        kernel(*views)
+
+
+def _computed(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that a kernel reads: on a CPU, float32 alone."""
+    return t.float() if t.device.type == "cpu" else t
+
+
+@torch.library.custom_op("minitx::tilelang_softmax_fwd", mutates_args=())
+def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    inner = _computed(x)
+    y = torch.empty_like(inner)
+    if x.numel() > 0:
+        _launch(build_softmax_fwd, inner, y, is_causal=is_causal)
+    return y.to(x.dtype)
+
+
+@torch.library.custom_op("minitx::tilelang_softmax_bwd", mutates_args=())
+def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    inner = _computed(y)
+    dx = torch.empty_like(inner)
+    if y.numel() > 0:
+        _launch(build_softmax_bwd, inner, _computed(dy), dx, is_causal=is_causal)
+    return dx.to(y.dtype)
+
+
+@_softmax_fwd.register_fake
+def _(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_softmax_bwd.register_fake
+def _(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.empty_like(y)
+
+
+@_softmax_fwd.register_vmap
+def _(info, in_dims, x: torch.Tensor, is_causal: bool):
+    # Rows are independent: a batch is one more leading dim.
+    return _softmax_fwd(x.movedim(in_dims[0], 0), is_causal), 0
+
+
+@_softmax_bwd.register_vmap
+def _(info, in_dims, y: torch.Tensor, dy: torch.Tensor, is_causal: bool):
+    y, dy = (
+        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((y, dy), in_dims, strict=False)
+    )
+    return _softmax_bwd(y, dy, is_causal), 0
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output)
+    ctx.is_causal = inputs[1]
+
+
+def _backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    (y,) = ctx.saved_tensors
+    return _softmax_bwd(y, dy, ctx.is_causal), None
+
+
+_softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def tilelang_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    """Softmax over the last dim of rows [..., N] of any strides, in their dtype (float32, float16
+    or bfloat16) and layout, computed in float32.
+
+    With `is_causal` rows are scores [..., Sq, Skv]. Differentiable once; a second derivative
+    raises.
+    """
+    return _softmax_fwd(rows, is_causal)
