@@ -8,15 +8,19 @@ the trace too.
 
 import dataclasses
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from minitx.kernels import KernelUnavailableError
+
+# The text under a field is its --help.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 Config = TypeVar("Config")
 
@@ -60,7 +64,7 @@ def parse_config(
             raise UserError(f"--config {path}: no such file")
     try:
         namespace = parser.parse_args(argv)
-        namespace = parser.instantiate_classes(namespace)
+        namespace = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error))) from error
     settings = {k: v for k, v in vars(namespace).items() if k != "config"}
@@ -112,6 +116,9 @@ def run_cli(
     """Parses, runs `main(config)` and returns the exit code: main's, or 2 after a user's
     mistake."""
     argv = sys.argv[1:] if argv is None else argv
+    # What takes time, or runs otherwise than one might think, is said: one plain line each.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("minitx").setLevel(logging.INFO)
     try:
         default = default_config(argv) if default_config is not None else None
         config = parse_config(

@@ -21,7 +21,8 @@ import torch
 from tqdm import tqdm
 
 from minitx import metrics, plots
-from minitx.checkpoint import load_into, save_checkpoint
+from minitx.batches import release_pages
+from minitx.checkpoint import load_into, restore_random_state, save_checkpoint
 from minitx.cli import EXIT_PARITY_FAILED
 from minitx.config import TrainConfig, save_yaml, to_dict
 from minitx.data import TokenData, load_data
@@ -36,6 +37,8 @@ from minitx.trainer import (
     resolve_device,
     resolve_dtype,
 )
+
+ENTROPY_SLICE = 1 << 24  # tokens counted at a time: the file may be larger than memory
 
 HEADER = "    step     loss        lr  grad_norm   ms/step      tok/s     mfu  peak_gib"
 
@@ -177,6 +180,7 @@ class Run:
         trainer.step_number = state["step"]
         trainer.skipped_steps = state["skipped_steps"]
         self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
+        restore_random_state(state["random_state"])
         print(f"resumed from {checkpoint} at step {trainer.step_number}")
 
     # -- the steps ------------------------------------------------------------------------------
@@ -352,6 +356,10 @@ class Run:
 def unigram_entropy(data: TokenData) -> float:
     """Entropy in nats of one training token drawn at random: what a model without context can
     reach."""
-    counts = np.bincount(data.train, minlength=data.tokenizer.vocab_size).astype(np.float64)
+    counts = np.zeros(data.tokenizer.vocab_size)
+    for start in range(0, len(data.train), ENTROPY_SLICE):
+        tokens = data.train[start : start + ENTROPY_SLICE]
+        counts += np.bincount(tokens, minlength=len(counts))
+        release_pages(data.train)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

@@ -1,14 +1,11 @@
 """Markers that look at the machine, and the kernels a test can be run on."""
 
-import os
-
 import pytest
 import torch
 
-# Two cores: oversubscribed thread pools make small kernels slower, not faster.
-torch.set_num_threads(
-    max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-)
+# Tests are tiny: a second thread costs more than it brings, and on a busy machine threads that wait
+# for one another in a parallel region make a test a hundred times slower.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,106 @@
+"""The command line: a mistake is one line that names the flag, and exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import run_train, tiny_args
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--no_such_flag=1"], "no_such_flag"),
+        (["--model.n_layerr=1"], "model.n_layerr"),
+        (["stray"], "stray"),
+        (["--optim.lr=fast"], "optim.lr"),
+        (["--model.n_layer=2.5"], "model.n_layer"),
+        (["--optim.schedule=step"], "optim.schedule"),
+        (["--kernel=flash"], "--kernel flash is unknown; expected one of auto, reference, eager"),
+        (["--compare=flash"], "--compare flash is unknown"),
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: no such file"),
+        (["--data.source=nowhere"], "nowhere"),
+        (["--device=tpu"], "--device tpu"),
+        (["--device=cuda:99"], "--device cuda:99"),
+        (["--batch.tokens=100"], "--batch.tokens 100 is not a multiple of the context of 32"),
+        (["--batch.micro=3"], "--batch.micro 3 does not divide the 4 sequences"),
+        (["--model.n_head=3"], "n_embd must be a multiple of n_head, got 32 and 3"),
+        (["--model.vocab_size=10"], "--model.vocab_size 10 is smaller than the tokenizer's 257"),
+        (["--model.pos=learned", "--batch.seq_len=64"], "beyond the 32 learned positions"),
+        (["--max_steps=0"], "--max_steps must be at least 1, got 0"),
+        (["--optim.lr=-1"], "--optim.lr must not be negative"),
+        (["--resume=nowhere"], "nowhere"),
+        (["--model.dropout=1.5"], "dropout must be in [0, 1), got 1.5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args, expected, tmp_path, capsys):
+    assert run_train([*tiny_args(tmp_path), *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("train.py: error: ")
+    assert captured.err.count("\n") == 1
+    assert expected in captured.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_yaml_file_is_one_line(tmp_path, capsys):
+    for text, expected in (("modell: {}\n", "modell"), ("a: [1\n", "parsing")):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        assert run_train([f"--config={path}"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert expected in error
+
+
+def test_flags_win_over_the_file(tmp_path):
+    from minitx.cli import parse_config
+    from minitx.config import TrainConfig
+
+    path = tmp_path / "some.yaml"
+    path.write_text("kernel: eager\nmodel:\n  n_layer: 3\n  n_head: 4\n")
+    args = ["--config", str(path), "--model.n_layer", "5", "--compile", "--seed", "7"]
+    config = parse_config(TrainConfig, args, prog="x", description="")
+    assert (config.kernel, config.model.n_layer, config.model.n_head) == ("eager", 5, 4)
+    assert (config.compile, config.seed, config.overwrite) == (True, 7, False)
+
+
+def test_a_run_is_never_overwritten_unasked(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    precious = tmp_path / "run" / "notes.txt"
+    precious.write_text("mine")
+    args = tiny_args(tmp_path, compare="none", max_steps=1)
+    assert run_train(args) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert run_train([*args, "--overwrite"]) == 2  # not a run's folder
+    assert "holds no config.yaml" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
+    precious.rename(tmp_path / "run" / "config.yaml")
+    assert run_train([*args, "--overwrite"]) == 0
+
+
+def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = tiny_args(tmp_path, compare="none", max_steps=1, out_dir=None)
+    for _ in range(2):
+        assert run_train(args) == 0
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"sdpa", "sdpa-2"}
+
+
+def test_help_explains_every_flag():
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert "Tokens a step, over all micro-batches. (type: int," in " ".join(result.stdout.split())
+
+
+def test_importing_minitx_imports_no_compiler():
+    code = (
+        "import sys, minitx, minitx.kernels, minitx.training; "
+        "print([m for m in ('triton', 'tilelang', 'torch._dynamo') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -1,0 +1,322 @@
+"""train.py's run: what it writes, what it computes, and what it refuses."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command import run_train, tiny_args
+
+from minitx.config import BatchConfig, TrainConfig, differences
+from minitx.data import load_data
+from minitx.metrics import MetricsLog, read_metrics
+from minitx.trainer import NonFiniteError, Trainer, model_config
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainConfig:
+    """The tiny run's config, as an object."""
+    from minitx.cli import parse_config
+
+    return parse_config(TrainConfig, tiny_args(tmp_path), prog="train.py", description="")
+
+
+def make_trainer(config: TrainConfig, **how) -> Trainer:
+    data = load_data(config.data)
+    how = {"kernel": "sdpa", "dtype": torch.float32, "compile": False, **how}
+    return Trainer(config, model_config(config, data), data, device=torch.device("cpu"), **how)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_a_run_leaves_its_folder(tmp_path, capsys):
+    assert run_train(tiny_args(tmp_path, log__plots="true")) == 0
+    run = tmp_path / "run"
+    names = {path.name for path in run.iterdir()}
+    assert names >= {
+        "config.yaml",
+        "tokenizer.json",
+        "parity.json",
+        "parity.png",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.png",
+        "report.json",
+    }
+    assert (run / "checkpoints" / "step_00000006" / "model.safetensors").is_file()
+    for picture in ("loss.png", "parity.png"):
+        assert (run / picture).read_bytes()[:4] == b"\x89PNG"
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["model"]["n_embd"] == 32
+    assert saved["optim"]["beta2"] == 0.95  # defaults are written too
+
+    records = read_metrics(run / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [2, 4, 6]
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [4, 6]
+    last = [r for r in records if r["kind"] == "train"][-1]
+    assert last["tokens"] == 6 * 128
+    assert last["tok_per_s"] == pytest.approx(128 / (last["ms_per_step"] / 1e3))
+    report = json.loads((run / "report.json").read_text())
+    assert report["val_loss"] == [r for r in records if r["kind"] == "eval"][-1]["val_loss"]
+    assert report["parity_passed"] is True
+    assert report["mfu"] is None  # a CPU is in no table
+    assert report["environment"]["torch"] == torch.__version__
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["step", "loss"] for line in lines)
+
+
+def test_it_learns(tmp_path):
+    args = tiny_args(tmp_path, compare="none", max_steps=40, log__interval=40, log__eval_interval=0)
+    assert run_train(args) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["val_loss"] < report["unigram_entropy"] - 0.3
+
+
+def test_the_unigram_entropy_is_that_of_the_text(tmp_path):
+    """Two letters, three to one: -(3/4 ln 3/4 + 1/4 ln 1/4) = 0.5623 without the end-of-text
+    token."""
+    from minitx.training import unigram_entropy
+
+    class Fake:
+        train = torch.tensor([0, 0, 0, 1]).numpy()
+
+        class tokenizer:
+            vocab_size = 2
+
+    assert unigram_entropy(Fake) == pytest.approx(0.5623351)
+
+
+def test_accumulated_gradients_equal_those_of_one_batch(config):
+    """4 sequences in 1, 2 and 4 micro-batches, with left-out targets spread unevenly."""
+    whole = make_trainer(config)
+    (x, y) = whole.next_batches()[0]
+    y = y.clone()
+    y[0] = -100
+    y[2, ::2] = -100
+    whole.backward([(x, y)])
+    want = {name: p.grad.clone() for name, p in whole.model.named_parameters()}
+    for pieces in (2, 4):
+        split = make_trainer(config)
+        split.backward(list(zip(x.chunk(pieces), y.chunk(pieces), strict=True)))
+        for name, p in split.model.named_parameters():
+            torch.testing.assert_close(p.grad, want[name], rtol=0, atol=1e-6)
+
+
+def test_the_whole_loss_is_the_mean_over_targets(config):
+    trainer = make_trainer(config)
+    batches = trainer.next_batches()
+    (x, y) = batches[0]
+    losses = trainer.model.token_losses(x, y)
+    assert trainer.backward(batches).item() == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_the_first_step_moves_the_weights(config):
+    trainer = make_trainer(config)
+    before = weights(trainer)
+    result = trainer.step()
+    assert result.lr == pytest.approx(1e-2 / 3)
+    assert all(not torch.equal(p, before[name]) for name, p in weights(trainer).items())
+
+
+def test_clipping_bounds_the_gradient_and_reports_the_whole(config):
+    config.optim.grad_clip = 0.01
+    trainer = make_trainer(config)
+    loss = trainer.backward(trainer.next_batches())
+    norms = torch.stack([p.grad.norm() for p in trainer.model.parameters()])
+    seen = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm().item()
+        )
+    )
+    result = trainer.update(loss)
+    assert result.grad_norm == pytest.approx(norms.norm().item(), rel=1e-5)
+    assert seen == [pytest.approx(0.01, rel=1e-3)]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_non_finite_gradient_stops_before_the_weights(config, poison):
+    trainer = make_trainer(config)
+    trainer.step()
+    before = weights(trainer)
+    loss = trainer.backward(trainer.next_batches())
+    trainer.model.blocks[0].mlp.up.weight.grad[0, 0] = poison
+    with pytest.raises(NonFiniteError, match=r"step 1: loss .* kernel 'sdpa' in float32"):
+        trainer.update(loss)
+    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+
+
+def test_float16_skips_an_overflow_and_halves_the_scale(config):
+    trainer = make_trainer(config, dtype=torch.float16)
+    scale = trainer.scaler.get_scale()
+    before = weights(trainer)
+    loss = trainer.backward(trainer.next_batches())
+    trainer.model.blocks[0].mlp.up.weight.grad[0, 0] = math.inf
+    result = trainer.update(loss)
+    assert result.skipped
+    assert trainer.skipped_steps == 1
+    assert trainer.scaler.get_scale() == scale / 2
+    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+    assert not trainer.step().skipped
+
+
+def test_float16_reports_the_unscaled_norm(config):
+    norms = [make_trainer(config, dtype=d).step().grad_norm for d in (torch.float32, torch.float16)]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+def test_evaluation_scores_every_token_once_and_draws_no_random_number(config):
+    config.model.dropout = 0.2
+    trainer = make_trainer(config)
+    tokens = load_data(config.data).val[:106]
+    state = torch.random.get_rng_state()
+    loss, count = trainer.evaluate(tokens, max_tokens=10_000)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert trainer.model.training
+    assert count == 105
+    trainer.model.eval()
+    total = 0.0
+    for b in range(0, 105, 32):  # windows of 32, the last of 9
+        window = torch.from_numpy(tokens[b : min(b + 33, 106)].astype("int64"))[None]
+        total += trainer.model.token_losses(window[:, :-1], window[:, 1:]).double().sum().item()
+    assert loss == pytest.approx(total / 105, rel=1e-6)
+    assert trainer.evaluate(tokens, max_tokens=50)[1] == 50
+
+
+def test_evaluating_in_between_changes_nothing_that_is_learned(tmp_path):
+    losses = []
+    for out, interval in (("a", 0), ("b", 1)):
+        args = tiny_args(
+            tmp_path, out, compare="none", log__eval_interval=interval, model__dropout=0.1
+        )
+        assert run_train(args) == 0
+        records = read_metrics(tmp_path / out / "metrics.jsonl")
+        losses.append([r["loss"] for r in records if r["kind"] == "train"])
+    assert losses[0] == losses[1]
+
+
+def test_metrics_survive_a_torn_line_and_doubled_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for loss in (3.0, 2.0):
+        log.write({"kind": "train", "step": 1, "loss": loss})
+    log.file.write('{"kind": "train", "st')
+    log.close()
+    assert read_metrics(path) == [{"kind": "train", "step": 1, "loss": 2.0}]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpt2-124m", "llama-124m", "long-context"])
+def test_every_config_loads_and_is_consistent(name):
+    from minitx.cli import parse_config
+
+    path = ROOT / "configs" / f"{name}.yaml"
+    assert {p.stem for p in path.parent.glob("*.yaml")} == {
+        "cpu",
+        "gpt2-124m",
+        "llama-124m",
+        "long-context",
+    }
+    config = parse_config(TrainConfig, [f"--config={path}"], prog="train.py", description="")
+    config.validate()
+    assert config.accumulation * config.micro_batch * config.seq_len == config.batch.tokens
+
+
+def test_batches_are_derived_and_misfits_refused():
+    config = TrainConfig(batch=BatchConfig(tokens=4096, seq_len=256, micro=4))
+    config.validate()
+    assert (config.accumulation, config.micro_batch) == (4, 4)
+    for batch, message in (
+        (BatchConfig(tokens=4000, seq_len=256), "not a multiple .* try 3840"),
+        (BatchConfig(tokens=4096, seq_len=256, micro=3), "--batch.micro 3 does not divide the 16"),
+        (BatchConfig(tokens=100, seq_len=256), "not a multiple .* try 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(batch=batch).validate()
+
+
+def test_differences_are_named_by_their_flags():
+    old = {"seed": 0, "optim": {"lr": 1.0, "eps": 1e-8}}
+    new = {"seed": 0, "optim": {"lr": 2.0, "eps": 1e-8}, "dtype": "auto"}
+    assert differences(old, new) == {"optim.lr": (1.0, 2.0), "dtype": (None, "auto")}
+
+
+def test_resuming_once_and_twice_is_the_unbroken_run(tmp_path):
+    """Bit for bit, across an epoch's end, with accumulation, dropout and evaluations in between."""
+    changes = dict(compare="none", batch__micro=2, model__dropout=0.1, log__interval=1)
+    assert run_train(tiny_args(tmp_path, "whole", max_steps=24, **changes)) == 0
+    # A constant schedule's learning rate does not depend on max_steps, cosine's does: stop by
+    # signal.
+    from minitx.training import Run
+
+    def stop_at(step: int):
+        original = Run.log_step
+
+        def log_step(self, log, at, result, seconds):
+            line = original(self, log, at, result, seconds)
+            if at == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return line
+
+        return original, log_step
+
+    for step, extra in ((7, {}), (17, {"resume": "auto"}), (None, {"resume": "auto"})):
+        original, patched = stop_at(step)
+        Run.log_step = patched
+        try:
+            assert run_train(tiny_args(tmp_path, "broken", max_steps=24, **changes, **extra)) == 0
+        finally:
+            Run.log_step = original
+    whole, broken = (
+        (tmp_path / name / "checkpoints" / "step_00000024" / "model.safetensors").read_bytes()
+        for name in ("whole", "broken")
+    )
+    assert whole == broken
+    curves = [
+        [(r["step"], r.get("loss"), r.get("val_loss")) for r in read_metrics(p / "metrics.jsonl")]
+        for p in (tmp_path / "whole", tmp_path / "broken")
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_resuming_with_other_settings_says_which(tmp_path, capsys):
+    assert run_train(tiny_args(tmp_path, compare="none", max_steps=2)) == 0
+    again = tiny_args(
+        tmp_path, compare="none", max_steps=4, resume=tmp_path / "run", optim__lr=0.5, out_dir=None
+    )
+    capsys.readouterr()
+    assert run_train(again) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "max_steps 2 -> 4, optim.lr 0.01 -> 0.5" in error
+    assert run_train([*again, "--resume_allow"]) == 0
+
+
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
+    args = tiny_args(tmp_path, compare="none", max_steps=100_000, log__eval_interval=0)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/cpu.yaml"), *args],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    last = out.splitlines()[-1]
+    assert last.startswith("stopped at step ")
+    assert last.endswith(f"go on with: python train.py --resume {tmp_path / 'run'}")
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
