@@ -118,8 +118,9 @@ def softmax(
             f"kernel '{kernel}' cannot run this softmax: {reason}. "
             f"Kernels that can: {', '.join(others)}"
         )
-    rows = x.movedim(dim, -1)
-    return _run_softmax(kernel, rows, is_causal).movedim(-1, dim)
+    if dim == x.dim() - 1:  # the usual case, without two views for autograd to remember
+        return _run_softmax(kernel, x, is_causal)
+    return _run_softmax(kernel, x.movedim(dim, -1), is_causal).movedim(-1, dim)
 
 
 def supports(

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.custom_ops import define_op, no_second_derivative, save_nothing
 from minitx.kernels.triton_rows import (
     exp_below,
     load_visible,
@@ -173,8 +174,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
         )
 
 
-@torch.library.custom_op("minitx::triton_softmax_fwd", mutates_args=())
-def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
         launch = _launch_fwd if x.shape[-1] <= MAX_COLUMNS_FWD else launch_wide_fwd
@@ -182,38 +182,12 @@ def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return y
 
 
-@torch.library.custom_op("minitx::triton_softmax_bwd", mutates_args=())
-def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
         launch = _launch_bwd if y.shape[-1] <= MAX_COLUMNS_BWD else launch_wide_bwd
         launch(y, dy, dx, is_causal)
     return dx
-
-
-@_softmax_fwd.register_fake
-def _(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_softmax_bwd.register_fake
-def _(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    return torch.empty_like(y)
-
-
-@_softmax_fwd.register_vmap
-def _(info, in_dims, x: torch.Tensor, is_causal: bool):
-    # Rows are independent: one more leading dim is all that a batch is.
-    return _softmax_fwd(x.movedim(in_dims[0], 0), is_causal), 0
-
-
-@_softmax_bwd.register_vmap
-def _(info, in_dims, y: torch.Tensor, dy: torch.Tensor, is_causal: bool):
-    y, dy = (
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((y, dy), in_dims, strict=False)
-    )
-    return _softmax_bwd(y, dy, is_causal), 0
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -226,7 +200,34 @@ def _backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _softmax_bwd(y, dy, ctx.is_causal), None
 
 
-_softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _vmap(op, info, in_dims, *inputs):
+    """Rows are independent: what is mapped over is one more leading dim."""
+    *tensors, is_causal = inputs
+    mapped = (
+        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, in_dims, strict=False)
+    )
+    return op(*mapped, is_causal), 0
+
+
+_softmax_fwd = define_op(
+    "triton_softmax_fwd",
+    "(Tensor x, bool is_causal) -> Tensor",
+    kernel=_fwd,
+    fake=lambda x, is_causal: torch.empty_like(x),
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+)
+_softmax_bwd = define_op(
+    "triton_softmax_bwd",
+    "(Tensor y, Tensor dy, bool is_causal) -> Tensor",
+    kernel=_bwd,
+    fake=lambda y, dy, is_causal: torch.empty_like(y),
+    setup_context=save_nothing,
+    backward=no_second_derivative("triton"),
+    vmap=_vmap,
+)
 
 
 def triton_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:

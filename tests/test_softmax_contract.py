@@ -61,6 +61,12 @@ def check(kernel, x, dim=-1, is_causal=False, dy=None):
     return results
 
 
+def relative_error(dtype):
+    """What a probability may be off by: a rounding of its dtype, and what half a unit in the last
+    place of a float32 log-sum-exp of up to 32 makes of it."""
+    return torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+
+
 # --- values -----------------------------------------------------------------------------------
 
 
@@ -143,8 +149,7 @@ def test_the_extremes_of_a_dtype_are_ordinary_numbers(kernel, device, dtype):
 def test_lanes_past_the_row_take_no_part(kernel, device, dtype):
     for n in (1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 200):
         y = softmax(torch.zeros(3, n, device=device, dtype=dtype), kernel=kernel)
-        expected = torch.full_like(y, 1 / n)
-        assert max_error(y, expected) <= torch.finfo(dtype).eps / n, n
+        assert max_error(y * n, torch.ones_like(y)) <= relative_error(dtype), n
 
 
 def test_every_short_width(kernel, device):
@@ -185,10 +190,9 @@ def test_wide_rows_of_zeros_and_one_peak(kernel, device, n, dtype):
     x[1, -1] = 20.0
     y = softmax(x, kernel=kernel).double()
     rest = 1 / (math.exp(20) + n - 1)
-    eps = torch.finfo(dtype).eps
-    assert max_error(y[0], torch.full_like(y[0], 1 / n)) <= 4 * eps / n
-    assert max_error(y[1, :-1], torch.full_like(y[1, :-1], rest)) <= 4 * eps * rest
-    assert y[1, -1].item() == pytest.approx(math.exp(20) * rest, abs=4 * eps)
+    assert max_error(y[0] * n, torch.ones_like(y[0])) <= relative_error(dtype)
+    assert max_error(y[1, :-1] / rest, torch.ones_like(y[1, :-1])) <= relative_error(dtype)
+    assert y[1, -1].item() == pytest.approx(math.exp(20) * rest, rel=relative_error(dtype))
 
 
 def test_a_single_finite_score_wherever_it_stands(kernel, device):
@@ -426,7 +430,7 @@ def test_a_second_derivative_is_right_or_raises(kernel, device):
         truth = second(softmax_reference, x.detach().double().requires_grad_())
         assert max_error(second(lambda x: softmax(x, kernel=kernel), x), truth) < 1e-5
     else:
-        with pytest.raises(RuntimeError, match="backward"):
+        with pytest.raises(RuntimeError, match=r"second derivative|no autograd formula"):
             second(lambda x: softmax(x, kernel=kernel), x)
 
 

@@ -220,10 +220,23 @@ def test_vmap(device):
     assert max_error(jacobian.view(4, 5, 4, 5), truth) < 1e-6
 
 
-def test_func_grad_works_or_says_that_it_does_not(device):
-    x = normal(3, 4).to(device)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: softmax(x, kernel="triton").square().sum())(x)
+def test_torch_func(device):
+    def ours(x):
+        return softmax(x, kernel="triton").square().sum()
+
+    def truth(x):
+        return torch.softmax(x, -1).square().sum()
+
+    x = normal(3, 4, 5).to(device)
+    for transform in (
+        torch.func.grad,
+        lambda f: torch.vmap(torch.func.grad(f)),
+        lambda f: torch.vmap(torch.func.grad(f), in_dims=1),
+        torch.func.jacrev,
+    ):
+        assert max_error(transform(ours)(x), transform(truth)(x.double())) < 1e-6
+    with pytest.raises(RuntimeError, match="kernel 'triton' has no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
 
 
 def test_float64_is_refused(device):
