@@ -152,7 +152,7 @@ LOGITS = torch.tensor([0.15, 0.5, 0.05, 0.3]).log() + 3.0  # the constant must n
         # top_k first: 0.5 and 0.3 are 0.625 and 0.375 of what is left of them.
         ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0]),
         ({"temperature": 0.0, "top_p": 0.5}, [0, 1, 0, 0]),
-        ({"temperature": 1e-300}, [0, 1, 0, 0]),
+        ({"temperature": 1e-310}, [0, 1, 0, 0]),
         ({"temperature": 1e300}, [1, 1, 1, 1]),
     ],
     ids=str,
@@ -326,6 +326,18 @@ def test_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", narrow)
     write_stream(iter(["é".encode()]))
     assert narrow.moments[-1] == b"?\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_runs_as_the_flags_say(run, monkeypatch, dtype):
+    def look(model, tokens, **settings):
+        assert model.tok_embd.weight.dtype == getattr(torch, dtype)
+        assert model.blocks[0].attn.kernel == "sdpa"
+        assert not model.training
+        return iter([65])
+
+    monkeypatch.setattr(generate_module, "generate", look)
+    assert command("--checkpoint", run, "--dtype", dtype, "--kernel", "sdpa") == 0
 
 
 def test_ctrl_c_ends_the_line_and_says_nothing(run, monkeypatch, capsys):
