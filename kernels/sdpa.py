@@ -26,12 +26,15 @@ def sdpa_attention(
         out = sdpa_attention(q[:, :, Sq - Skv :], k, v, is_causal=True, scale=scale)
         return F.pad(out, (0, 0, Sq - Skv, 0))
     mask = causal_mask(Sq, Skv, q.device) if is_causal and 1 < Sq < Skv else None
+    # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.
+    is_square_causal = True if is_causal and Sq == Skv else False  # noqa: SIM210
+    is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=is_causal and Sq == Skv,
+        is_causal=is_square_causal,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=is_grouped,
     )
