@@ -20,7 +20,7 @@ rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
 """
 
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
 import functools
 
@@ -31,8 +31,8 @@ import triton.language as tl
 from minitx.kernels.triton_attention_bwd import launch_bwd
 from minitx.kernels.triton_runtime import launching_on
 from minitx.kernels.triton_tiles import (
-    LOG2E,
     Tiles,
+    exp_scaled,
     head_start,
     heads_per_wave,
     interpreter_tiles,
@@ -86,7 +86,7 @@ def attention_fwd(
     q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
     q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
     q, score_scale = signed(q, scale, SCALE_SIGN)
-    qk_scale = score_scale * LOG2E
+    EXACT: tl.constexpr = q.dtype == tl.float32
 
     kv_head = head // (Hq // Hkv)
     k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides)
@@ -111,11 +111,11 @@ def attention_fwd(
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             # A row that has seen nothing but -inf takes a finite shift: -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            # Subtract, then scale: the largest score gives 2^0 to the bit, however huge it is. In
-            # scores * qk_scale - shift * qk_scale a fused multiply-add would round one product and
-            # not the other, by thousands at scores of 1e11.
-            p = tl.exp2((scores - shift[:, None]) * qk_scale)
-            rescale = tl.exp2((row_max - shift) * qk_scale)
+            # Subtract, then scale: the largest score gives exp(0), however huge it is. If each were
+            # scaled first, a fused multiply-add would round one product and not the other, which
+            # is thousands at scores of 1e11.
+            p = exp_scaled(scores - shift[:, None], score_scale, EXACT)
+            rescale = exp_scaled(row_max - shift, score_scale, EXACT)
             row_max = new_max
             row_sum = row_sum * rescale + tl.sum(p, 1)
             v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]

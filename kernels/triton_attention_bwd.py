@@ -22,8 +22,8 @@ import triton.language as tl
 
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
-    LOG2E,
     Tiles,
+    exp_scaled,
     head_start,
     heads_per_wave,
     interpreter_tiles,
@@ -44,13 +44,13 @@ from minitx.kernels.triton_tiles import (
 
 
 @device_function
-def _probabilities(scores, score_scale, lse):
+def _probabilities(scores, score_scale, lse, EXACT: tl.constexpr):
     """exp(score_scale * scores - lse) for an lse that broadcasts.
 
-    Not in base 2: where logits are huge, lse is the largest of them to the bit, and the difference
-    must be 0 then. Compiled without fusing it into one multiply-add, for the same reason.
+    Where logits are huge, lse is the largest of them to the bit, and the difference must be 0: it
+    is compiled without fusing it into one multiply-add, and not scaled by log2(e) before.
     """
-    return tl.exp2((scores * score_scale - lse) * LOG2E)
+    return exp_scaled(scores * score_scale - lse, 1.0, EXACT)
 
 
 @device_function
@@ -125,6 +125,7 @@ def attention_bwd_dq(
         q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
         q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
         q, score_scale = signed(q, scale, SCALE_SIGN)
+        EXACT: tl.constexpr = q.dtype == tl.float32
         lse = _load_row(lse_ptr + row, queries < Sq, True)
         lse = _without_empty_rows(lse)[:, None]  # [BLOCK_M, 1]
         delta = delta[:, None]
@@ -145,7 +146,7 @@ def attention_bwd_dq(
                 v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-                ds = _probabilities(scores, score_scale, lse) * (dp - delta)
+                ds = _probabilities(scores, score_scale, lse, EXACT) * (dp - delta)
                 if MASKED:
                     visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     ds = tl.where(visible, ds, 0.0)
@@ -201,6 +202,7 @@ def attention_bwd_dkdv(
     k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
     k = load_tile(k_ptr, k_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
     k, score_scale = signed(k, scale, SCALE_SIGN)
+    EXACT: tl.constexpr = k.dtype == tl.float32
     v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides) + rows_offset(start_n, v_strides)
     v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
     v = load_tile(v_ptr, v_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
@@ -229,7 +231,7 @@ def attention_bwd_dkdv(
                 dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
                 scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
                 lse = _load_row(lse_ptr + row + queries, queries < Sq, MASKED)
-                p = _probabilities(scores, score_scale, _without_empty_rows(lse)[None, :])
+                p = _probabilities(scores, score_scale, _without_empty_rows(lse)[None, :], EXACT)
                 if MASKED:
                     visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     p = tl.where(visible, p, 0.0)

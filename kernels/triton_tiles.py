@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
 
 from minitx.kernels.triton_runtime import device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
 
@@ -102,6 +105,19 @@ def signed(tile, scale, SCALE_SIGN: tl.constexpr):
         positive = scale + 1.0
         tile = tile * 0.0
     return tile, positive
+
+
+@device_function
+def exp_scaled(x, scale, EXACT: tl.constexpr):
+    """exp(x * scale), right to the last bits of float32 if EXACT.
+
+    tl.exp on a GPU is no more exact than tl.exp2(x * log2(e)): both are off by some |x| roundings.
+    """
+    if EXACT:
+        y = tl.exp(x * scale) if INTERPRETED else libdevice.exp(x * scale)
+    else:
+        y = tl.exp2(x * (scale * LOG2E))
+    return y
 
 
 @device_function
