@@ -1,0 +1,28 @@
+"""Perplexity of a trained model by context length, on any kernel, with parity.
+
+    python eval.py --checkpoint runs/triton --context_lengths 1024,4096,16384
+    python eval.py --checkpoint runs/triton --kernel tilelang --compare eager
+    python eval.py --checkpoint runs/triton --context_lengths 32768 --rope_scaling yarn
+    python eval.py --checkpoint runs/triton --data.source book.txt --prefill_chunk 4096
+    python eval.py --checkpoint runs/triton --task passkey --context_lengths 1024,4096
+
+Writes eval.json and eval.png to eval/ in the run's folder, or to --out_dir. Exit code 3: the kernel
+does not give what --compare gives, within its error budget; 4: a later token moves an earlier loss.
+`--help` explains every setting.
+"""
+
+import sys
+
+from minitx.cli import run_cli
+from minitx.eval_config import EvalConfig
+from minitx.evaluation import evaluate
+
+if __name__ == "__main__":
+    sys.exit(
+        run_cli(
+            evaluate,
+            EvalConfig,
+            prog="eval.py",
+            description="Perplexity of a trained model by context length.",
+        )
+    )
