@@ -134,7 +134,7 @@ def attention_fwd(
     store_tile(out_ptr, out_offsets, acc, Sq - start_m, D)
 
 
-def _fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """Tiles for the forward on q's device: what fits in shared memory, and was measured fastest."""
     HEAD_DIM = padded_head_dim(q.shape[3])
     if q.device.type == "cpu":
@@ -160,7 +160,7 @@ def _fwd(
     lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
-    tiles = _fwd_tiles(q, k)
+    tiles = fwd_tiles(q, k)
     with launching_on(q.device):
         attention_fwd[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
             q,

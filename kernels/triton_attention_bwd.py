@@ -255,7 +255,7 @@ def attention_bwd_dkdv(
         store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
 
 
-def _dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """Tiles of attention_bwd_dq on q's device."""
     HEAD_DIM = padded_head_dim(q.shape[3])
     if q.device.type == "cpu":
@@ -267,7 +267,7 @@ def _dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     return Tiles(64, 32, 4, 1)
 
 
-def _dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """Tiles of attention_bwd_dkdv on q's device."""
     HEAD_DIM = padded_head_dim(q.shape[3])
     if q.device.type == "cpu":
@@ -308,7 +308,7 @@ def launch_bwd(
     }
     delta = torch.empty_like(lse)
     if q.numel() > 0 and (dq is not None or dk is not None):
-        tiles = _dq_tiles(q, k)
+        tiles = dq_tiles(q, k)
         dq_out = q if dq is None else dq
         attention_bwd_dq[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
             q,
@@ -341,7 +341,7 @@ def launch_bwd(
             **tiles._asdict(),
         )
     if k.numel() > 0 and (dk is not None or dv is not None):
-        tiles = _dkdv_tiles(q, k)
+        tiles = dkdv_tiles(q, k)
         dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
         attention_bwd_dkdv[(triton.cdiv(Skv, tiles.BLOCK_N) * B * Hkv,)](
             q,
