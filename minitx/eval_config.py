@@ -52,6 +52,8 @@ class EvalConfig:
     """Folder of eval.json and eval.png; by default eval/ in the run's folder."""
     overwrite: bool = False
     """Replace an eval.json and eval.png that are there."""
+    plots: bool = True
+    """Draw eval.png."""
 
     def lengths(self, trained: int) -> list[int]:
         """--context_lengths as numbers, in the order given. Raises ValueError for no number."""

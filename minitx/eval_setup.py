@@ -26,9 +26,7 @@ def load_for_contexts(
             trained = stored["rope_trained_len"] or stored["max_seq_len"]
             longest = max(config.lengths(stored["max_seq_len"]))
             overrides["rope_factor"] = max(1.0, longest / trained)
-    model, state = load_model(
-        checkpoint, kernel=config.kernel, device=device, dtype=torch.float32, overrides=overrides
-    )
+    model, state = load_model(checkpoint, device=device, dtype=torch.float32, overrides=overrides)
     if config.rope_scaling is not None and model.rope is None:
         raise ValueError(
             f"--rope_scaling {config.rope_scaling} needs a model with RoPE; this one has "

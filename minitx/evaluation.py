@@ -109,8 +109,9 @@ def evaluate(config: EvalConfig) -> int:
         run.save()
     for line in eval_report.closing_lines(run.report):
         print(line)
-    plot(run.report, out_dir / "eval.png")
-    print(f"see {out_dir / 'eval.json'} and {out_dir / 'eval.png'}")
+    if config.plots:
+        plot(run.report, out_dir / "eval.png")
+    print(f"see {out_dir}")
     return run.exit_code()
 
 
