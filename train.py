@@ -1,8 +1,9 @@
 """Train a GPT with the attention kernel of your choice, and prove that it learns the same.
 
-    python train.py --kernel triton                             what this machine has decides the
-    size python train.py --config configs/gpt2-124m.yaml --kernel sdpa --compile true python
-    train.py --kernel triton --compare none --max_steps 50 python train.py --resume runs/triton
+    python train.py --kernel triton
+    python train.py --config configs/gpt2-124m.yaml --kernel sdpa --compile
+    python train.py --kernel triton --compare none --max_steps 50
+    python train.py --resume runs/triton
 
 Before training, a few steps on --compare (eager) and on --kernel must give the same losses within
 an error budget; exit code 3 says that they did not. `--help` explains every setting.

@@ -15,16 +15,18 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`.
 
-    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made.
+    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. On a GPU, inputs whose
+    rows do not start at multiples of 16 bytes are copied.
     """
     Sq, Skv = q.shape[2], k.shape[2]
-    if Skv == 0:  # an empty product: zeros, with gradients of 0 for q and empty ones for k and v
+    if q.numel() == 0 or Skv == 0:  # zeros, with gradients of 0 for q and empty ones for k and v
         group = q.shape[1] // k.shape[1] if k.shape[1] else 1
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return (q @ k.transpose(-1, -2)) @ v
     if is_causal and Sq > Skv:  # the first Sq - Skv queries see no key
         out = sdpa_attention(q[:, :, Sq - Skv :], k, v, is_causal=True, scale=scale)
         return F.pad(out, (0, 0, Sq - Skv, 0))
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     mask = causal_mask(Sq, Skv, q.device) if is_causal and 1 < Sq < Skv else None
     # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.
     is_square_causal = True if is_causal and Sq == Skv else False  # noqa: SIM210
@@ -38,3 +40,19 @@ def sdpa_attention(
         scale=scale,
         enable_gqa=is_grouped,
     )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where PyTorch's kernels would load 16 bytes from an address that is no multiple.
+
+    They check strides, not addresses: a view that starts at an odd offset ends the process's CUDA
+    context with "misaligned address" (seen with torch 2.11 on an H200).
+    """
+    if x.device.type != "cuda":
+        return x
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    if x.is_contiguous():
+        starts = (x.storage_offset(),)  # PyTorch pads head dims of its own accord
+    if all(start * x.element_size() % 16 == 0 for start in starts):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

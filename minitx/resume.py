@@ -62,7 +62,7 @@ def find_resume(config: TrainConfig) -> Path | None:
         return None
     if config.resume == "auto":
         path = Path(config.out_dir) if config.out_dir else Path("runs") / config.kernel
-        if not (path / "checkpoints").is_dir() or not any((path / "checkpoints").iterdir()):
+        if not any((path / "checkpoints").glob("step_*")):
             return None
     else:
         path = Path(config.resume)

@@ -174,7 +174,12 @@ class Run:
 
     def resume(self, checkpoint: Path) -> None:
         self.trainer = trainer = self.make_trainer()
+        # The run's own settings are the stored ones, unless --resume_allow let others through.
+        groups = trainer.optimizer.param_groups
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         state = load_into(checkpoint, trainer.model, trainer.optimizer)
+        for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         trainer.stream.load_state_dict(state["stream"])
         trainer.scaler.load_state_dict(state["scaler"])
         trainer.step_number = state["step"]
