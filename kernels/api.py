@@ -4,6 +4,7 @@ The only place that knows every kernel's name. A kernel's module is imported whe
 asked for; an explicit choice never falls back to another.
 """
 
+import logging
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ ATTENTION_KERNELS = (
     "tilelang",
 )
 SOFTMAX_KERNELS = ("reference", "eager", "triton", "tilelang")
+
+logger = logging.getLogger("minitx")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -74,7 +77,8 @@ def attention(
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     if kernel == "auto":
-        kernel = _auto_attention(q.device.type, return_lse)
+        kernel, why = _auto_attention(q.device.type, return_lse)
+        _announce_auto(kernel, why)
     reason = _attention_problem(kernel, q, return_lse)
     if reason is not None:
         others = [n for n in ATTENTION_KERNELS[1:] if _attention_problem(n, q, return_lse) is None]
@@ -258,8 +262,25 @@ def _softmax_problem(kernel: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def _auto_attention(device_type: str, return_lse: bool) -> str:
-    return "eager" if return_lse else "sdpa"
+def _auto_attention(device_type: str, return_lse: bool) -> tuple[str, str]:
+    """The kernel that "auto" stands for, and why."""
+    if device_type != "cuda":
+        return ("eager", "sdpa has no lse") if return_lse else ("sdpa", "fastest on a CPU")
+    if return_lse:
+        return ("eager", "sdpa has no lse")
+    return ("sdpa", "no table of measurements for this GPU yet")
+
+
+def _announce_auto(kernel: str, why: str) -> None:
+    """Says once what auto chose."""
+    if kernel not in _announced:
+        _announced.add(kernel)
+        logger.info("auto: attention runs on '%s' (%s)", kernel, why)
+
+
+_announced: set[str] = set()
+# As above: it logs, and must not break a graph.
+_announce_auto._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run_attention(

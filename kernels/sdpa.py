@@ -15,8 +15,8 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`.
 
-    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. On a GPU, inputs whose
-    rows do not start at multiples of 16 bytes are copied.
+    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. On a GPU, inputs
+    whose rows do not start at multiples of 16 bytes are copied.
     """
     Sq, Skv = q.shape[2], k.shape[2]
     if q.numel() == 0 or Skv == 0:  # zeros, with gradients of 0 for q and empty ones for k and v
