@@ -1,67 +1,120 @@
-"""Online-LSE attention in TileLang, forward and backward: tiles, launches, custom ops, autograd.
+"""Online-LSE attention in TileLang, forward and backward: launches, ops, autograd.
 
-out [B, Hq, Sq, D] = softmax(scale * q k^T + causal mask) v and lse [B, Hq, Sq], the natural log of
+out [B, Hq, Sq, D] = softmax(scale * q k^T + causal mask) v, and lse [B, Hq, Sq], the natural log of
 the sum of exponentials. Scores never reach memory: keys and values stream past each tile of
-queries (`tilelang_attention_fwd.py`), and once more in the backward, which recomputes the
+queries (`tilelang_attention_fwd.py`), and again in the backward, which recomputes the
 probabilities from lse (`tilelang_attention_bwd.py`).
+
+A kernel is compiled for each dtype, `is_causal` and width of head (HEAD_DIMS; others are padded on
+chip), never for a length: sizes and strides are run-time arguments.
+
+On a GPU tiles are fetched in whole rows, by TMA where there is one: rows must be contiguous and
+start at multiples of 16 bytes. That is so of contiguous tensors, of [B, S, H, D] transposed, of
+slices of a fused projection and of keys and values expanded over batch or heads, wherever D is a
+multiple of 8 (float32: 4). Anything else, such as an odd storage offset, D = 31 or a strided last
+dim, is copied first. On a CPU every stride is read in place; float16 and bfloat16 go through a
+float32 copy, and results are rounded once.
 """
+
+from typing import Any
 
 import torch
 
+from minitx.kernels.custom_ops import define_op, no_second_derivative, save_nothing
 from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dkdv,
     build_attention_bwd_dq,
     build_attention_bwd_stats,
 )
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
+from minitx.kernels.tilelang_attention_tiles import choose_tiles, padded_head_dim
+from minitx.kernels.tilelang_products import exponent_scale
 from minitx.kernels.tilelang_runtime import get_kernel
 
-HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+ALIGNMENT = 16  # bytes, of every row that TMA fetches
+STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 
 
 def tilelang_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, Hq, Sq, D] in q's dtype and lse [B, Hq, Sq] in float32, both differentiable once.
+    """out [B, Hq, Sq, D] in q's dtype and layout, and lse [B, Hq, Sq] in float32, natural log.
 
-    q: [B, Hq, Sq, D]; k, v: [B, Hkv, Skv, D], Hq a multiple of Hkv; one dtype.
+    Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
+    head dim compiles for some seconds; another length never does.
     """
-    return torch.ops.minitx.tilelang_attention_fwd(q, k, v, is_causal, scale)
+    return _attention_fwd(q, k, v, is_causal, scale)
 
 
-@torch.library.custom_op("minitx::tilelang_attention_fwd", mutates_args=())
-def _attention_fwd(
+def _in_rows(t: torch.Tensor) -> torch.Tensor:
+    """t [B, H, S, D] as a kernel can fetch it: t or a view of it, or a copy where t's rows are not
+    contiguous and aligned."""
+    if t.device.type == "cpu":
+        return t
+    unit = ALIGNMENT // t.element_size()
+    strides = [t.stride(dim) for dim in range(3) if t.shape[dim] > 1]
+    aligned = t.data_ptr() % ALIGNMENT == 0 and all(s > 0 and s % unit == 0 for s in strides)
+    width = -(-t.shape[3] // unit) * unit
+    if not aligned or t.stride(3) != 1:
+        rows = t.new_empty((*t.shape[:3], width))[..., : t.shape[3]]
+        return rows.copy_(t)
+    # A dim of one may have any stride, which TMA would check all the same.
+    usable = [t.stride(dim) if t.shape[dim] > 1 else width for dim in range(3)]
+    return t.as_strided(t.shape, (*usable, 1))
+
+
+def _without_repeats(t: torch.Tensor) -> torch.Tensor:
+    """k or v with one batch or head in place of the many of an expanded view."""
+    for dim in (0, 1):
+        if t.stride(dim) == 0:
+            t = t.narrow(dim, 0, 1)
+    return _in_rows(t)
+
+
+def _key(t: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3])}
+
+
+def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
+        return out.to(q.dtype), lse
+    out, lse = _fwd_fake(q, k, v, is_causal, scale)
+    if q.numel() == 0:
         return out, lse
-    if k.shape[2] == 0:
+    if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    key = dict(
-        dtype="float32",
-        HEAD_DIM=next(d for d in HEAD_DIMS if d >= q.shape[3]),
-        IS_CAUSAL=is_causal,
-        BLOCK_M=32,
-        BLOCK_N=32,
-        num_stages=2,
-        threads=128,
+    out_rows = _in_rows(out)
+    tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
+    key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
+    get_kernel(build_attention_fwd, q.device, **key)(
+        _in_rows(q),
+        _without_repeats(k),
+        _without_repeats(v),
+        out_rows,
+        lse,
+        q.shape[1] // k.shape[1],
+        exponent_scale(scale, key["dtype"]),
     )
-    kernel = get_kernel(build_attention_fwd, q.device, **key)
-    kernel(q, k, v, out, lse, scale * 1.0)
+    if out_rows.data_ptr() != out.data_ptr():
+        out.copy_(out_rows)
     return out, lse
 
 
-@_attention_fwd.register_fake
-def _attention_fwd_fake(q, k, v, is_causal, scale):
+def _fwd_fake(q, k, v, is_causal, scale):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("minitx::tilelang_attention_bwd", mutates_args=())
-def _attention_bwd(
+def _bwd(
     dout: torch.Tensor,
-    dlse: torch.Tensor,
+    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -69,54 +122,111 @@ def _attention_bwd(
     lse: torch.Tensor,
     is_causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-    if out.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    HEAD_DIM = next(d for d in HEAD_DIMS if d >= q.shape[3])
-    S = -(-q.shape[2] // 32) * 32
-    stats = torch.empty((*q.shape[:2], 2, S), dtype=torch.float32, device=q.device)
-    kernel = get_kernel(
-        build_attention_bwd_stats,
-        q.device,
-        dtype="float32",
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_M=32,
-        threads=128,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) in the inputs' layouts; one that is not needed is an empty tensor."""
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
+        grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
+        return tuple(grad.to(q.dtype) for grad in grads)
+    grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(grad.zero_() for grad in grads)
+    rows = [_in_rows(grad) if needed else grad for grad, needed in zip(grads, needs, strict=True)]
+    _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, *rows)
+    for grad, row in zip(grads, rows, strict=True):
+        if row.data_ptr() != grad.data_ptr():
+            grad.copy_(row)
+    return grads
+
+
+def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, dv) -> None:
+    """Fills those of dq, dk and dv that are needed; nothing here is empty."""
+    Sq, D = q.shape[2:]
+    key = _key(q)
+    stats = lse.new_empty((*lse.shape[:2], 2, -(-Sq // STATS_TILE) * STATS_TILE))
+    q_rows, dout_rows = _in_rows(q), _in_rows(dout)
+    k_rows, v_rows = _without_repeats(k), _without_repeats(v)
+    factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]), scale)
+
+    def kernel(build, name: str, **flags: bool):
+        tiles = choose_tiles(name, D, q.dtype, q.device)
+        return get_kernel(build, q.device, **key, IS_CAUSAL=is_causal, **flags, **tiles._asdict())
+
+    get_kernel(build_attention_bwd_stats, q.device, **key, WITH_DLSE=dlse is not None)(
+        _in_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
     )
-    kernel(out, dout, lse, dlse, stats)
-    key = dict(
-        dtype="float32",
-        HEAD_DIM=HEAD_DIM,
-        IS_CAUSAL=is_causal,
-        BLOCK_M=32,
-        BLOCK_N=32,
-        num_stages=2,
-        threads=128,
+    if needs[1] or needs[2]:
+        with_dk, with_dv = needs[1:]
+        kernel(build_attention_bwd_dkdv, "dkdv", WITH_DK=with_dk, WITH_DV=with_dv)(
+            q_rows,
+            k_rows,
+            v_rows,
+            dout_rows,
+            stats,
+            dk if with_dk else dv,
+            dv if with_dv else dk,
+            *factors,
+        )
+    if needs[0]:
+        kernel(build_attention_bwd_dq, "dq")(q_rows, k_rows, v_rows, dout_rows, stats, dq, *factors)
+
+
+def _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
+    return tuple(
+        torch.empty_like(t) if needed else t.new_empty(0)
+        for t, needed in zip((q, k, v), needs, strict=True)
     )
-    kernel = get_kernel(build_attention_bwd_dkdv, q.device, **key)
-    kernel(q, k, v, dout, stats, dk, dv, scale * 1.0, scale)
-    kernel = get_kernel(build_attention_bwd_dq, q.device, **key)
-    kernel(q, k, v, dout, stats, dq, scale * 1.0, scale)
-    return dq, dk, dv
 
 
-@_attention_bwd.register_fake
-def _attention_bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale):
-    return tuple(torch.empty_like(t) for t in (q, k, v))
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, is_causal, scale = inputs
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.is_causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.set_materialize_grads(False)  # where nothing was made of lse, dlse is None
 
 
 def _backward(ctx, dout, dlse):
-    dq, dk, dv = torch.ops.minitx.tilelang_attention_bwd(
-        dout, dlse, *ctx.saved_tensors, ctx.is_causal, ctx.scale
-    )
+    q, k, v, out, lse = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    grads = _attention_bwd(dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs)
+    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dq, dk, dv, None, None
 
 
-_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _vmap(op, info, in_dims, *args):
+    """Maps an op over a dim of its tensors by making it part of the batch."""
+
+    def fold(arg, dim):
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        if dim is None:
+            return arg.expand(info.batch_size, *arg.shape).flatten(0, 1)
+        return arg.movedim(dim, 0).flatten(0, 1)
+
+    results = op(*(fold(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
+    # A gradient that is not needed is empty, and has no batch to take apart.
+    unfolded = (r.unflatten(0, (info.batch_size, -1)) if r.dim() > 1 else r for r in results)
+    return tuple(unfolded), tuple(0 if r.dim() > 1 else None for r in results)
+
+
+_attention_fwd = define_op(
+    "tilelang_attention_fwd",
+    "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
+    kernel=_fwd,
+    fake=_fwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+)
+_attention_bwd = define_op(
+    "tilelang_attention_bwd",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "bool is_causal, float scale, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    kernel=_bwd,
+    fake=_bwd_fake,
+    setup_context=save_nothing,
+    backward=no_second_derivative("tilelang"),
+    vmap=_vmap,
+)

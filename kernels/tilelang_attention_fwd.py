@@ -21,8 +21,19 @@ or the end of the keys, run the mask. The blocks with most keys start first.
 import operator
 from typing import Any
 
-from minitx.kernels.tilelang_products import make_base, make_gemm, tile_strides
+from minitx.kernels.tilelang_products import (
+    compiler_options,
+    lay_out,
+    make_base,
+    make_gemm,
+    make_tensor,
+    place,
+    row_tensor,
+)
 from minitx.kernels.tilelang_runtime import Language
+
+# The annotations of a prim_func are values, not types:
+# pyright: reportInvalidTypeForm=false
 
 
 def build_attention_fwd(
@@ -36,18 +47,19 @@ def build_attention_fwd(
     num_stages: int,
     threads: int,
 ) -> Any:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D], out [B, Hq, Sq, D], lse [B, Hq, Sq] float32.
+    """out [B, Hq, Sq, D] and lse [B, Hq, Sq] from q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D].
 
-    HEAD_DIM is D rounded up to a width that the tiles come in: columns from D on are read as 0 and
-    not written. qk_scale is `scale * make_base(dtype).log_e`.
+    k and v may have one batch or one head for all: Bk, Hk, Bv or Hv is then 1. group is Hq // Hkv,
+    qk_scale `exponent_scale(scale, dtype)`. HEAD_DIM is D or more: columns from D on are read as 0
+    and not written.
     """
     import tilelang.language as T
 
     gemm = make_gemm(lang, dtype)
     base = make_base(dtype)
-    B, Hq, Hkv, Sq, Skv, D = (T.dynamic(n, "int32") for n in ("B", "Hq", "Hkv", "Sq", "Skv", "D"))
-    strides = {name: tile_strides(lang, name) for name in ("q", "k", "v", "out")}
-    lse_strides = [T.dynamic(f"lse_{dim}", "int64") for dim in "bhs"]
+    tensor = make_tensor(lang, dtype)
+    B, Hq, Sq, Skv = (T.dynamic(name, "int32") for name in ("B", "Hq", "Sq", "Skv"))
+    Bk, Hk, Bv, Hv = (T.dynamic(name, "int32") for name in ("Bk", "Hk", "Bv", "Hv"))
     minus_inf = -T.infinity("float32")
     # nvcc would fuse a product with the subtraction of the maximum that follows, and leave in the
     # exponent what the rounding of the maximum lost: thousands, for scores of 1e11.
@@ -55,13 +67,15 @@ def build_attention_fwd(
 
     @T.prim_func
     def attention_fwd(
-        q: T.StridedTensor((B, Hq, Sq, D), strides["q"], dtype),
-        k: T.StridedTensor((B, Hkv, Skv, D), strides["k"], dtype),
-        v: T.StridedTensor((B, Hkv, Skv, D), strides["v"], dtype),
-        out: T.StridedTensor((B, Hq, Sq, D), strides["out"], dtype),
-        lse: T.StridedTensor((B, Hq, Sq), lse_strides, "float32"),
+        q: tensor("q", B, Hq, Sq),
+        k: tensor("k", Bk, Hk, Skv),
+        v: tensor("v", Bv, Hv, Skv),
+        out: tensor("out", B, Hq, Sq),
+        lse: row_tensor("lse", B, Hq, Sq),
+        group: T.int32,
         qk_scale: T.float32,
     ):
+        T.annotate_pass_configs(compiler_options(dtype, num_stages))
         with T.Kernel(B * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads) as block:
             q_tile = lang.shared((BLOCK_M, HEAD_DIM), dtype)
             k_tile = lang.shared((BLOCK_N, HEAD_DIM), dtype)
@@ -75,13 +89,14 @@ def build_attention_fwd(
             tile_sum = lang.tile((BLOCK_M,), "float32")
             shift = lang.tile((BLOCK_M,), "float32")
             rescale = lang.tile((BLOCK_M,), "float32")
+            lay_out(lang, dtype, threads, scores, acc)
 
             num_m = T.ceildiv(Sq, BLOCK_M)
-            m_start = (num_m - 1 - T.truncmod(block, num_m)) * BLOCK_M  # most keys first
-            head = T.truncmod(T.truncdiv(block, num_m), Hq)
-            batch = T.truncdiv(T.truncdiv(block, num_m), Hq)
-            kv_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
-
+            tile, head, batch = place(block, num_m, Hq)
+            m_start = (num_m - 1 - tile) * BLOCK_M  # the last queries have most keys: they go first
+            kv_head = T.truncdiv(head, group)
+            k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
+            v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
             # Keys that the tile's last query, and its first, may read.
             diagonal = Skv - Sq + 1
             last_end = T.min(m_start + BLOCK_M - 1 + diagonal, Skv) if IS_CAUSAL else Skv
@@ -94,7 +109,7 @@ def build_attention_fwd(
             # One tile at least: a block that left at once would leave q_tile's copy in flight.
             for n in T.Pipelined(T.max(T.ceildiv(last_end, BLOCK_N), 1), num_stages=num_stages):
                 n_start = n * BLOCK_N
-                T.copy(k[batch, kv_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], k_tile)
+                T.copy(k[k_batch, k_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], k_tile)
                 gemm(q_tile, k_tile, scores, transpose_B=True, clear=True)
                 for i, j in lang.each(BLOCK_M, BLOCK_N):
                     scores[i, j] = rounded_product(scores[i, j], qk_scale)
@@ -117,7 +132,7 @@ def build_attention_fwd(
                 for i, d in lang.each(BLOCK_M, HEAD_DIM):
                     acc[i, d] *= rescale[i]
                 T.copy(scores, p)
-                T.copy(v[batch, kv_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], v_tile)
+                T.copy(v[v_batch, v_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], v_tile)
                 gemm(p, v_tile, acc)
             for i, d in lang.each(BLOCK_M, HEAD_DIM):
                 acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d] / row_sum[i])

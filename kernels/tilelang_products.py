@@ -16,67 +16,85 @@ LOG2E = 1.4426950408889634
 
 
 def make_gemm(lang: Language, dtype: str) -> Callable[..., Any]:
-    """`gemm(A, B, C, transpose_A=False, transpose_B=False, clear=False)`: C += A @ B in float32
-    (C = A @ B with `clear`), for use in a prim_func."""
+    """`gemm(A, B, C, transpose_B=False, clear=False)`: C += A @ B in float32 (C = A @ B with
+    `clear`), for use in a prim_func."""
     import tilelang.language as T
 
-    if lang.on_cpu:
-
-        @T.macro
-        def float64_gemm(
-            A, B, C, transpose_A: bool = False, transpose_B: bool = False, clear: bool = False
-        ):
-            M, N = C.shape
-            K = A.shape[0] if transpose_A else A.shape[1]
-            # B's columns innermost, as C's are: what the C compiler vectorises.
-            b = T.alloc_local((K, N), "float64")
-            sums = T.alloc_local((N,), "float64")
-            for k, j in T.grid(K, N):
-                b[k, j] = T.cast(B[j, k] if transpose_B else B[k, j], "float64")
-            for i in T.serial(M):
-                for j in T.serial(N):
-                    sums[j] = 0.0 if clear else T.cast(C[i, j], "float64")
-                for k in T.serial(K):
-                    for j in T.serial(N):
-                        sums[j] += T.cast(A[k, i] if transpose_A else A[i, k], "float64") * b[k, j]
-                for j in T.serial(N):
-                    C[i, j] = T.cast(sums[j], "float32")
-
-        return float64_gemm
-
-    if dtype == "float32":
-
-        @T.macro
-        def multiply_add_gemm(
-            A, B, C, transpose_A: bool = False, transpose_B: bool = False, clear: bool = False
-        ):
-            M, N = C.shape
-            K = A.shape[0] if transpose_A else A.shape[1]
-            a = T.alloc_shared(A.shape, dtype)
-            b = T.alloc_shared((K, N), dtype)
-            T.copy(A, a)
-            for k, j in T.Parallel(K, N):
-                b[k, j] = B[j, k] if transpose_B else B[k, j]
-            if clear:
-                T.fill(C, 0)
+    @T.macro
+    def float64_gemm(A, B, C, transpose_B: bool = False, clear: bool = False):
+        M, N = C.shape
+        K = A.shape[1]
+        # B's columns innermost, as C's are: what the C compiler vectorises.
+        b = T.alloc_local((K, N), "float64")
+        sums = T.alloc_local((N,), "float64")
+        for k, j in T.grid(K, N):
+            b[k, j] = T.cast(B[j, k] if transpose_B else B[k, j], "float64")
+        for i in T.serial(M):
+            for j in T.serial(N):
+                sums[j] = 0.0 if clear else T.cast(C[i, j], "float64")
             for k in T.serial(K):
-                for i, j in T.Parallel(M, N):
-                    C[i, j] += (a[k, i] if transpose_A else a[i, k]) * b[k, j]
+                for j in T.serial(N):
+                    sums[j] += T.cast(A[i, k], "float64") * b[k, j]
+            for j in T.serial(N):
+                C[i, j] = T.cast(sums[j], "float32")
 
-        return multiply_add_gemm
+    @T.macro
+    def multiply_add_gemm(A, B, C, transpose_B: bool = False, clear: bool = False):
+        M, N = C.shape
+        K = A.shape[1]
+        step = min(K, 32)
+        # Both operands k by k, so that a thread reads what it multiplies in vectors; the 4 columns
+        # more spread the transposing stores over the banks.
+        a = T.alloc_shared((step, M + 4), dtype)
+        b = T.alloc_shared((step, N + 4), dtype)
+        if clear:
+            T.fill(C, 0)
+        for chunk in T.serial(K // step):
+            for i, k in T.Parallel(M, step):
+                a[k, i] = A[i, chunk * step + k]
+            if transpose_B:
+                for j, k in T.Parallel(N, step):
+                    b[k, j] = B[j, chunk * step + k]
+            else:
+                for k, j in T.Parallel(step, N):
+                    b[k, j] = B[chunk * step + k, j]
+            for k in T.serial(step):
+                for i, j in T.Parallel(M, N):
+                    C[i, j] += a[k, i] * b[k, j]
 
     def tensor_core_gemm(
-        A: Any,
-        B: Any,
-        C: Any,
-        transpose_A: bool = False,
-        transpose_B: bool = False,
-        clear: bool = False,
+        A: Any, B: Any, C: Any, transpose_B: bool = False, clear: bool = False
     ) -> Any:
         rows = T.GemmWarpPolicy.FullRow
-        return T.gemm(A, B, C, transpose_A, transpose_B, rows, clear_accum=clear)
+        return T.gemm(A, B, C, transpose_B=transpose_B, policy=rows, clear_accum=clear)
 
-    return tensor_core_gemm
+    if lang.on_cpu:
+        return float64_gemm
+    return multiply_add_gemm if dtype == "float32" else tensor_core_gemm
+
+
+def lay_out(lang: Language, dtype: str, threads: int, *tiles: Any) -> None:
+    """Spreads the accumulators of float32 products over a GPU block: 16 threads to a row, each with
+    neighbouring rows and columns, which it multiplies out of a few vectors. Tensor cores have
+    layouts of their own."""
+    import tilelang.language as T
+
+    if lang.on_cpu or dtype != "float32":
+        return
+
+    def spread(M: int, N: int) -> Any:
+        rows = M * 16 // threads
+        vector = 4 if N % 64 == 0 else N // 16
+
+        def owner(i: Any, j: Any) -> tuple[Any, Any]:
+            thread = i // rows * 16 + j // vector % 16
+            return thread, (
+                i % rows * (N // 16 // vector) + j // (16 * vector)
+            ) * vector + j % vector
+
+        return T.Fragment((M, N), forward_fn=owner)
+
+    T.annotate_layout({tile: spread(*(int(extent) for extent in tile.shape)) for tile in tiles})
 
 
 def make_row_dot(lang: Language) -> Callable[..., Any]:
@@ -120,9 +138,51 @@ def make_base(dtype: str) -> Base:
     return Base(T.exp, T.log, 1.0) if dtype == "float32" else Base(T.exp2, T.log2, LOG2E)
 
 
-def tile_strides(lang: Language, name: str) -> list[Any]:
-    """Dynamic strides of a [B, H, S, D] tensor. On a GPU the last is 1: TMA copies whole rows."""
+def exponent_scale(scale: float, dtype: str) -> float:
+    """scale * log_b(e): what scores are multiplied by before they are exponentiated."""
+    return scale if dtype == "float32" else scale * LOG2E
+
+
+def compiler_options(dtype: str, num_stages: int) -> dict[str, Any]:
+    """Pass configs for `T.annotate_pass_configs`.
+
+    Where copies run ahead (num_stages > 0) a block splits into warps that copy and warps that
+    compute. Without stages that split races (tile-ai/tilelang#2613), and float32's layouts
+    (`lay_out`) count on every thread.
+    """
+    return {
+        "tl.disable_warp_specialized": num_stages == 0,
+        "tl.enable_fast_math": dtype != "float32",
+    }
+
+
+def make_tensor(lang: Language, dtype: str) -> Callable[..., Any]:
+    """`tensor(name, B, H, S)`: the type of a [B, H, S, D] argument of any strides, D being one for
+    the whole kernel. On a GPU the last stride is 1: TMA fetches whole rows."""
     import tilelang.language as T
 
-    outer = [T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs"]
-    return [*outer, T.dynamic(f"{name}_d", "int64") if lang.on_cpu else 1]
+    D = T.dynamic("D", "int32")
+
+    def tensor(name: str, B: Any, H: Any, S: Any) -> Any:
+        outer = [T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs"]
+        inner = T.dynamic(f"{name}_d", "int64") if lang.on_cpu else 1
+        return T.StridedTensor((B, H, S, D), (*outer, inner), dtype)
+
+    return tensor
+
+
+def row_tensor(name: str, B: Any, H: Any, S: Any) -> Any:
+    """The type of a float32 [B, H, S] argument of any strides."""
+    import tilelang.language as T
+
+    strides = tuple(T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs")
+    return T.StridedTensor((B, H, S), strides, "float32")
+
+
+def place(block: Any, num_tiles: Any, heads: Any) -> tuple[Any, Any, Any]:
+    """(tile, head, batch) of a block: tiles of one head are neighbours, and share its keys in L2.
+    Everything lies on grid x, which has room for 2^31 blocks."""
+    import tilelang.language as T
+
+    row = T.truncdiv(block, num_tiles)
+    return T.truncmod(block, num_tiles), T.truncmod(row, heads), T.truncdiv(row, heads)
