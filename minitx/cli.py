@@ -35,9 +35,10 @@ class UserError(ValueError):
 
 def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
-    parser.add_argument(
-        "--config", action="config", help="YAML file with any of the settings below"
-    )
+    if "config" not in _setting_names(config_class):
+        parser.add_argument(
+            "--config", action="config", help="YAML file with any of the settings below"
+        )
     parser.add_class_arguments(config_class)
     return parser
 
@@ -67,8 +68,12 @@ def parse_config(
         namespace = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error))) from error
-    settings = {k: v for k, v in vars(namespace).items() if k != "config"}
-    return config_class(**settings)
+    names = _setting_names(config_class)
+    return config_class(**{k: v for k, v in vars(namespace).items() if k in names})
+
+
+def _setting_names(config_class: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
 
 
 def _switches(config_class: type, prefix: str = "--") -> set[str]:

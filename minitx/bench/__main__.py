@@ -8,6 +8,7 @@ import sys
 
 COMMANDS = {
     "softmax": "row softmax, forward and backward, beside PyTorch, peers and copy bandwidth",
+    "train": "train.py by kernel, compiled or not, beside nanoGPT's model",
 }
 
 USAGE = "usage: python -m minitx.bench {" + ",".join(COMMANDS) + "} [--help] [flags]"
