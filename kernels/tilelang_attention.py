@@ -77,7 +77,7 @@ def _without_repeats(t: torch.Tensor) -> torch.Tensor:
 
 
 def _key(t: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3])}
+    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3], t.device)}
 
 
 def _fwd(

@@ -27,6 +27,7 @@ from minitx.kernels.tilelang_products import (
     make_tensor,
     place,
     row_tensor,
+    sizes,
 )
 from minitx.kernels.tilelang_runtime import Language
 
@@ -47,7 +48,7 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
     row_dot = make_row_dot(lang)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
-    B, Hq, Sq, S = (T.dynamic(name, "int32") for name in ("B", "Hq", "Sq", "S"))
+    B, Hq, Sq, S = sizes("B", "Hq", "Sq", "S")
     plus_inf = T.infinity("float32")
 
     @T.prim_func
@@ -106,10 +107,8 @@ def build_attention_bwd_dkdv(
     gemm = make_gemm(lang, dtype)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
-    B, Hq, Hkv, Sq, Skv, S = (
-        T.dynamic(name, "int32") for name in ("B", "Hq", "Hkv", "Sq", "Skv", "S")
-    )
-    Bk, Hk, Bv, Hv = (T.dynamic(name, "int32") for name in ("Bk", "Hk", "Bv", "Hv"))
+    B, Hq, Hkv, Sq, Skv, S = sizes("B", "Hq", "Hkv", "Sq", "Skv", "S")
+    Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
     # A tensor core takes its left operand from registers if a warp holds whole rows of it, and
     # those come 16 at a time. Else it goes through shared memory.
     whole_rows = threads * 16 <= BLOCK_N * 32
@@ -167,7 +166,7 @@ def build_attention_bwd_dkdv(
                 gemm(k_tile, q_tile, scores, transpose_B=True, clear=True)
                 for j, i in lang.each(BLOCK_N, BLOCK_M):
                     scores[j, i] = base.exp(at_most_0(scores[j, i] * qk_scale - stats_tile[0, i]))
-                if IS_CAUSAL:  # noqa: SIM102: this is decided now, that on the device
+                if IS_CAUSAL:  # noqa: SIM102 (decided now; the next on the device)
                     if m_start + diagonal < n_start + BLOCK_N:
                         for j, i in lang.each(BLOCK_N, BLOCK_M):
                             scores[j, i] = T.if_then_else(
@@ -212,8 +211,8 @@ def build_attention_bwd_dq(
     gemm = make_gemm(lang, dtype)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
-    B, Hq, Sq, Skv, S = (T.dynamic(name, "int32") for name in ("B", "Hq", "Sq", "Skv", "S"))
-    Bk, Hk, Bv, Hv = (T.dynamic(name, "int32") for name in ("Bk", "Hk", "Bv", "Hv"))
+    B, Hq, Sq, Skv, S = sizes("B", "Hq", "Sq", "Skv", "S")
+    Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
 
     @T.prim_func
     def attention_bwd_dq(

@@ -29,6 +29,7 @@ from minitx.kernels.tilelang_products import (
     make_tensor,
     place,
     row_tensor,
+    sizes,
 )
 from minitx.kernels.tilelang_runtime import Language
 
@@ -58,8 +59,8 @@ def build_attention_fwd(
     gemm = make_gemm(lang, dtype)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
-    B, Hq, Sq, Skv = (T.dynamic(name, "int32") for name in ("B", "Hq", "Sq", "Skv"))
-    Bk, Hk, Bv, Hv = (T.dynamic(name, "int32") for name in ("Bk", "Hk", "Bv", "Hv"))
+    B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
+    Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
     minus_inf = -T.infinity("float32")
     # nvcc would fuse a product with the subtraction of the maximum that follows, and leave in the
     # exponent what the rounding of the maximum lost: thousands, for scores of 1e11.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+CPU_HEAD_DIMS = (32, 64, 128, 256)  # fewer, as there compiling costs more than columns of zeros
 
 
 class Tiles(NamedTuple):
@@ -107,9 +108,10 @@ FLOAT32_TILES = {
 }
 
 
-def padded_head_dim(D: int) -> int:
+def padded_head_dim(D: int, device: torch.device) -> int:
     """The width that tiles of head dim D are compiled for."""
-    return next(width for width in HEAD_DIMS if width >= D)
+    widths = CPU_HEAD_DIMS if device.type == "cpu" else HEAD_DIMS
+    return next(width for width in widths if width >= D)
 
 
 @functools.cache
@@ -123,4 +125,4 @@ def choose_tiles(kernel: str, D: int, dtype: torch.dtype, device: torch.device) 
         table = HOPPER_TILES
     else:
         table = GPU_TILES
-    return table[kernel][padded_head_dim(D)]
+    return table[kernel][padded_head_dim(D, device)]

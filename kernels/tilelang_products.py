@@ -27,7 +27,7 @@ def make_gemm(lang: Language, dtype: str) -> Callable[..., Any]:
         # B's columns innermost, as C's are: what the C compiler vectorises.
         b = T.alloc_local((K, N), "float64")
         sums = T.alloc_local((N,), "float64")
-        for k, j in T.grid(K, N):
+        for k, j in lang.each(K, N):
             b[k, j] = T.cast(B[j, k] if transpose_B else B[k, j], "float64")
         for i in T.serial(M):
             for j in T.serial(N):
@@ -42,7 +42,8 @@ def make_gemm(lang: Language, dtype: str) -> Callable[..., Any]:
     def multiply_add_gemm(A, B, C, transpose_B: bool = False, clear: bool = False):
         M, N = C.shape
         K = A.shape[1]
-        step = min(K, 32)
+        # Registers cannot be indexed by a loop that is not unrolled: they go in one step.
+        step = K if A.scope() == "local.fragment" else 32
         # Both operands k by k, so that a thread reads what it multiplies in vectors; the 4 columns
         # more spread the transposing stores over the banks.
         a = T.alloc_shared((step, M + 4), dtype)
@@ -156,12 +157,19 @@ def compiler_options(dtype: str, num_stages: int) -> dict[str, Any]:
     }
 
 
+def sizes(*names: str) -> tuple[Any, ...]:
+    """Sizes that arrive with the arguments. In 32 bits, as indices are; strides have 64."""
+    import tilelang.language as T
+
+    return tuple(T.dynamic(name, "int32") for name in names)
+
+
 def make_tensor(lang: Language, dtype: str) -> Callable[..., Any]:
     """`tensor(name, B, H, S)`: the type of a [B, H, S, D] argument of any strides, D being one for
     the whole kernel. On a GPU the last stride is 1: TMA fetches whole rows."""
     import tilelang.language as T
 
-    D = T.dynamic("D", "int32")
+    (D,) = sizes("D")
 
     def tensor(name: str, B: Any, H: Any, S: Any) -> Any:
         outer = [T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs"]
