@@ -17,30 +17,46 @@ VECTOR_BYTES = 16  # the widest load or store of a thread
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a block holds at once, and the threads that hold them; each row
-    belongs to threads // BLOCK_N neighbouring ones."""
+    """What a block holds at once: BLOCK_N rows, and of each of them BLOCK_M columns, WIDTH in each
+    of LANES neighbouring threads."""
 
     BLOCK_N: int
-    BLOCK_M: int
-    threads: int
+    LANES: int
+    WIDTH: int
+
+    @property
+    def BLOCK_M(self) -> int:
+        return self.LANES * self.WIDTH
+
+    @property
+    def threads(self) -> int:
+        return self.BLOCK_N * self.LANES
 
 
-# By the widest row that they serve. Up to 2048 columns a row belongs to one warp, which waits for
-# no other. Past 16384, blocks are so large that few rows are in flight at once: what the first scan
-# of them read must still be in L2 (50 MB on an H200) when the second comes.
+# BLOCK_N, LANES and bytes that a thread reads at once, by the longest row in bytes that they serve.
+# Short rows: half a warp has a row, and moves 16 bytes. Then 64 bytes, so that an SM has tens of
+# KiB in flight. The longer the row, the more lanes share it: what the first scans of all rows in
+# flight read must still be in L2 (50 MB on an H200) when the second scans come.
 TILES = (
-    (256, Tile(BLOCK_N=8, BLOCK_M=256, threads=256)),
-    (2048, Tile(BLOCK_N=4, BLOCK_M=1024, threads=128)),
-    (16384, Tile(BLOCK_N=1, BLOCK_M=4096, threads=256)),
+    (512, 16, 16, 16),
+    (4 * 2**10, 4, 32, 64),
+    (32 * 2**10, 1, 128, 64),
+    (128 * 2**10, 1, 512, 64),
 )
-WIDEST_TILE = Tile(BLOCK_N=1, BLOCK_M=16384, threads=1024)
-CPU_TILE = Tile(BLOCK_N=4, BLOCK_M=64, threads=1)
+LONGEST_ROWS_TILE = (1, 1024, 64)
+CPU_TILE = Tile(BLOCK_N=4, LANES=8, WIDTH=32)
 
 
-def choose_tile(device: torch.device, n_cols: int) -> Tile:
-    if device.type == "cpu":
+def choose_tile(views: list[torch.Tensor], n_read: int) -> Tile:
+    """The tile for a kernel that reads the first `n_read` of the views side by side."""
+    if views[0].device.type == "cpu":
         return CPU_TILE
-    return next((tile for widest, tile in TILES if n_cols <= widest), WIDEST_TILE)
+    column, vector = views[0].element_size(), VECTOR_BYTES // views[0].element_size()
+    row_bytes = views[0].shape[-1] * column
+    block_n, lanes, held = next(
+        (tile for longest, *tile in TILES if row_bytes <= longest), LONGEST_ROWS_TILE
+    )
+    return Tile(block_n, lanes, max(held // column // n_read, vector))
 
 
 def as_matrices(*tensors: torch.Tensor, is_causal: bool) -> Iterator[list[torch.Tensor]]:
@@ -115,17 +131,26 @@ def vector_width(views: list[torch.Tensor]) -> int:
     return vector if aligned else 1
 
 
+def columns_seen(n_rows: int, n_cols: int, is_causal: bool) -> int:
+    """Columns that a matrix's first row sees. Each next row sees one more, up to n_cols: the rule
+    that query i sees key j when j <= i + n_cols - n_rows."""
+    return 1 + n_cols - n_rows if is_causal else n_cols
+
+
 class Rows:
     """The words in which a builder speaks of rows: a kernel's tensors, a block's place among them,
     and loads and stores that never leave them.
 
     vector: as `vector_width` says; a load or store moves whole vectors.
+    seen: a parameter of the kernel, as `columns_seen` says: one kernel serves causal rows and
+        others.
     """
 
-    def __init__(self, lang: Language, *, is_causal: bool, tile: Tile, vector: int) -> None:
+    def __init__(self, lang: Language, *, tile: Tile, vector: int) -> None:
         import tilelang.language as T
 
-        self.lang, self.tile, self.vector, self.is_causal = lang, tile, vector, is_causal
+        self.lang, self.tile, self.vector = lang, tile, vector
+        self.seen: Any = T.dynamic("seen", "int64")
         self.n_0: Any = T.dynamic("n_0", "int64")
         self.n_1: Any = T.dynamic("n_1", "int64")
         self.n_rows: Any = T.dynamic("n_rows", "int64")
@@ -157,95 +182,103 @@ class Rows:
             for multiple in (*self._strides, self.n_cols):
                 T.evaluate(T.assume(multiple % self.vector == 0))  # type: ignore[attr-defined]
         # A grid has fewer than 2^31 blocks, so these fit into 32 bits, where division is cheap.
-        row_blocks, n_1 = T.cast(self.row_blocks, "int32"), T.cast(self.n_1, "int32")
-        matrix = T.truncdiv(block, row_blocks)
-        return (
-            T.alloc_var("int64", init=T.cast(T.truncdiv(matrix, n_1), "int64")),
-            T.alloc_var("int64", init=T.cast(T.truncmod(matrix, n_1), "int64")),
-            T.alloc_var(
-                "int64", init=T.cast(T.truncmod(block, row_blocks), "int64") * self.tile.BLOCK_N
-            ),
+        block, row_blocks, n_1 = (
+            T.cast(count, "int32") for count in (block, self.row_blocks, self.n_1)
         )
+        matrix = T.truncdiv(block, row_blocks)
+        first_row = T.cast(T.truncmod(block, row_blocks), "int64") * self.tile.BLOCK_N
+        # Variables, or the divisions would be written out wherever the place is used.
+        i_0, i_1, first_row = (
+            T.alloc_var("int64", init=T.cast(value, "int64"))[0]
+            for value in (T.truncdiv(matrix, n_1), T.truncmod(matrix, n_1), first_row)
+        )
+        return i_0, i_1, first_row
 
-    def visible(self, row: Any) -> Any:
-        """How many columns of a row take part; below 1 where none does. Causal: query i sees key j
-        when j <= i + n_cols - n_rows."""
-        return row + 1 + self.n_cols - self.n_rows if self.is_causal else self.n_cols
-
-    def tiles_seen(self, first_row: Any) -> Any:
-        """Tiles that a row of the block sees: the last row sees most."""
+    def visible(self, row: Any, first_col: Any) -> Any:
+        """How many columns of the tile that starts at `first_col` take part in a row (int32)."""
         import tilelang.language as T
 
-        if not self.is_causal:
-            return self.n_tiles
-        last_row = T.min(first_row + self.tile.BLOCK_N, self.n_rows) - 1
-        return T.ceildiv(T.max(self.visible(last_row), 0), self.tile.BLOCK_M)
+        columns = T.min(self.seen + row, self.n_cols) - first_col
+        return T.cast(T.max(T.min(columns, self.tile.BLOCK_M), 0), "int32")
 
-    def set_options(self) -> None:
-        """Compiler options; call it first in a kernel."""
+    def tiles_seen(self, place: tuple[Any, Any, Any]) -> Any:
+        """Tiles of which any row of the block sees something: its last row sees most."""
+        import tilelang.language as T
+
+        first_row = place[2]
+        last_row = T.min(first_row + self.tile.BLOCK_N, self.n_rows) - 1
+        columns = T.max(T.min(self.seen + last_row, self.n_cols), 0)
+        return T.ceildiv(columns, self.tile.BLOCK_M)
+
+    def set_options(self) -> Any:
+        """Compiler options: a statement of its own, the first in a kernel."""
         import tilelang.language as T
 
         # Every load and store stands under a condition of its own.
         T.annotate_pass_configs({"tl.disable_safe_memory_legalize": True})
-        if not self.lang.on_cpu:
-            # exp2 is then one instruction; probabilities below 2^-126 become 0.
-            T.annotate_compile_flags(["-ftz=true"])
+        if self.lang.on_cpu:
+            return None
+        # exp2 is then one instruction; probabilities below 2^-126 become 0.
+        T.annotate_compile_flags(["-ftz=true"])
+        # 1024 threads on an SM, each with at most 64 registers: enough loads in flight.
+        return T.annotate_min_blocks_per_sm(1024 // self.tile.threads)
 
     def lay_out(self, *tiles: Any) -> None:
-        """Says which thread holds which column of [BLOCK_N, BLOCK_M] tiles: the threads of a row
-        take a vector each, in turn, so that neighbours load what is adjacent."""
+        """Puts [BLOCK_N, LANES, WIDTH] tiles into registers: a thread has the WIDTH columns of a
+        lane."""
         import tilelang.language as T
 
-        if self.lang.on_cpu:
-            return
-        vector, threads = max(self.vector, 1), self.tile.threads // self.tile.BLOCK_N
-        layout = T.Fragment(
-            (self.tile.BLOCK_N, self.tile.BLOCK_M),
-            forward_fn=lambda i, j: (
-                i * threads + j // vector % threads,
-                j // (vector * threads) * vector + j % vector,
-            ),
-        )
-        T.annotate_layout(dict.fromkeys(tiles, layout))
+        if not self.lang.on_cpu:
+            _, lanes, _ = shape = tuple(self.tile)
+            layout = T.Fragment(shape, forward_fn=lambda i, j, k: (i * lanes + j, k))
+            T.annotate_layout(dict.fromkeys(tiles, layout))
+
+    def column(self, lane: Any, k: Any) -> Any:
+        """Where in the tile a lane's column k stands: lanes take a vector each, in turn, so that
+        neighbours load what is adjacent."""
+        vector = max(self.vector, 1)
+        return (k // vector * self.tile.LANES + lane) * vector + k % vector
 
     def _load_and_store(self) -> tuple[Any, Any]:
         import tilelang.language as T
 
-        lang, n_rows, n_cols, visible = self.lang, self.n_rows, self.n_cols, self.visible
-        BLOCK_N, BLOCK_M = self.tile.BLOCK_N, self.tile.BLOCK_M
-        vector, is_causal = max(self.vector, 1), self.is_causal
+        lang, n_rows, n_cols = self.lang, self.n_rows, self.n_cols
+        seen, visible, column = self.seen, self.visible, self.column
+        BLOCK_N, LANES, WIDTH = self.tile
+        BLOCK_M, vector = self.tile.BLOCK_M, max(self.vector, 1)
 
         @T.macro
         def load(x, place, first_col, raw, values, hidden):
-            """values [BLOCK_N, BLOCK_M] = x's tile in float32, `hidden` in place of what is not
-            visible. No vector is read of which nothing is."""
+            """values [BLOCK_N, LANES, WIDTH] = x's tile in float32, `hidden` in place of what is
+            not visible. No vector is read of which nothing is."""
             i_0, i_1, first_row = place
-            for i, j in lang.each(BLOCK_N, BLOCK_M):
-                raw[i, j] = T.cast(hidden, raw.dtype)
-            for i, j in lang.each(BLOCK_N, BLOCK_M // vector):
-                row, col = first_row + i, first_col + j * vector
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                raw[i, j, k] = T.cast(hidden, raw.dtype)
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH // vector):
+                row, col = first_row + i, column(j, k * vector)
                 # A statement: TileLang 0.1.15 reads the arms of T.if_then_else unconditionally
                 # once they are vectors.
-                if (row < n_rows) & (col < visible(row)):
-                    for lane in T.vectorized(vector):
-                        raw[i, j * vector + lane] = x[i_0, i_1, row, col + lane]
-            for i, j in lang.each(BLOCK_N, BLOCK_M):
-                values[i, j] = T.cast(raw[i, j], "float32")
-            if is_causal and vector > 1:  # a causal row may end inside a vector
-                for i, j in lang.each(BLOCK_N, BLOCK_M):
-                    if first_col + j >= visible(first_row + i):
-                        values[i, j] = hidden
+                if (row < n_rows) & (col < visible(row, first_col)):
+                    for v in T.vectorized(vector):
+                        raw[i, j, k * vector + v] = x[i_0, i_1, row, first_col + col + v]
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                values[i, j, k] = T.cast(raw[i, j, k], "float32")
+            # A causal row may end inside a vector. Others do not, and take no time here.
+            if vector > 1 and seen + first_row < T.min(first_col + BLOCK_M, n_cols):
+                for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                    if column(j, k) >= visible(first_row + i, first_col):
+                        values[i, j, k] = hidden
 
         @T.macro
         def store(values, raw, y, place, first_col):
-            """y's tile = values [BLOCK_N, BLOCK_M], rounded to y's dtype."""
+            """y's tile = values [BLOCK_N, LANES, WIDTH], rounded to y's dtype."""
             i_0, i_1, first_row = place
-            for i, j in lang.each(BLOCK_N, BLOCK_M):
-                raw[i, j] = T.cast(values[i, j], raw.dtype)
-            for i, j in lang.each(BLOCK_N, BLOCK_M // vector):
-                row, col = first_row + i, first_col + j * vector
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                raw[i, j, k] = T.cast(values[i, j, k], raw.dtype)
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH // vector):
+                row, col = first_row + i, first_col + column(j, k * vector)
                 if (row < n_rows) & (col < n_cols):
-                    for lane in T.vectorized(vector):
-                        y[i_0, i_1, row, col + lane] = raw[i, j * vector + lane]
+                    for v in T.vectorized(vector):
+                        y[i_0, i_1, row, col + v] = raw[i, j, k * vector + v]
 
         return load, store

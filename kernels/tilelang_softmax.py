@@ -35,6 +35,7 @@ from minitx.kernels.tilelang_rows import (
     Tile,
     as_matrices,
     choose_tile,
+    columns_seen,
     vector_width,
 )
 from minitx.kernels.tilelang_runtime import Language, get_kernel
@@ -50,14 +51,14 @@ DTYPE_NAMES = {
 }
 
 
-def build_softmax_fwd(lang: Language, *, dtype: str, is_causal: bool, tile: Tile, vector: int):
+def build_softmax_fwd(lang: Language, *, dtype: str, tile: Tile, vector: int):
     import tilelang.language as T
 
-    BLOCK_N, BLOCK_M, threads = tile
-    rows = Rows(lang, is_causal=is_causal, tile=tile, vector=vector)
+    BLOCK_N, LANES, WIDTH = tile
+    rows = Rows(lang, tile=tile, vector=vector)
 
-    def finite(row_max):
-        return T.if_then_else(row_max == NEG_INF, 0.0, row_max)
+    def finite(maximum):
+        return T.if_then_else(maximum == NEG_INF, 0.0, maximum)
 
     def log2_of_sum(a, b):
         """log2(2^a + 2^b) of float64 a and b: -inf if both are, NaN if either is."""
@@ -66,92 +67,107 @@ def build_softmax_fwd(lang: Language, *, dtype: str, is_causal: bool, tile: Tile
         return T.if_then_else(a == b, a + 1.0, larger)
 
     @T.prim_func
-    def softmax_fwd(x: rows.tensor("x", dtype), y: rows.tensor("y", dtype)):
-        with T.Kernel(rows.n_blocks, threads=threads) as block:
+    def softmax_fwd(x: rows.tensor("x", dtype), y: rows.tensor("y", dtype), seen: rows.seen):
+        with T.Kernel(rows.n_blocks, threads=tile.threads) as block:
             rows.set_options()
             place = rows.locate(block)
-            first_row = place[2]
-            raw = lang.tile((BLOCK_N, BLOCK_M), dtype)
-            scores = lang.tile((BLOCK_N, BLOCK_M), "float32")
-            row_max = lang.tile((BLOCK_N,), "float32")
-            shift = lang.tile((BLOCK_N,), "float32")  # row_max, or 0 where that is -inf
-            old_shift = lang.tile((BLOCK_N,), "float32")
-            tile_sum = lang.tile((BLOCK_N,), "float32")
-            lse = lang.tile((BLOCK_N,), "float64")  # a row may have thousands of tiles: no drift
-            lse_32 = lang.tile((BLOCK_N,), "float32")
+            raw = lang.tile((BLOCK_N, LANES, WIDTH), dtype)
+            scores = lang.tile((BLOCK_N, LANES, WIDTH), "float32")
             rows.lay_out(raw, scores)
-            for i in lang.each(BLOCK_N):
-                row_max[i] = NEG_INF
-                shift[i] = 0.0
-                lse[i] = T.cast(NEG_INF, "float64")
+            lane_max = lang.tile((BLOCK_N, LANES), "float32")
+            shift = lang.tile((BLOCK_N, LANES), "float32")  # lane_max, or 0 where that is -inf
+            old_shift = lang.tile((BLOCK_N, LANES), "float32")
+            tile_sum = lang.tile((BLOCK_N, LANES), "float32")
+            lse = lang.tile((BLOCK_N, LANES), "float64")  # thousands of tiles, and no drift
+            part = lang.tile((BLOCK_N, LANES), "float32")
+            row_max = lang.tile((BLOCK_N,), "float32")
+            row_sum = lang.tile((BLOCK_N,), "float32")
+            row_lse = lang.tile((BLOCK_N,), "float32")
 
-            for t in T.serial(rows.tiles_seen(first_row)):
-                rows.load(x, place, t * BLOCK_M, raw, scores, NEG_INF)
-                T.reduce_max(scores, row_max, dim=1, clear=False)
-                for i in lang.each(BLOCK_N):
-                    old_shift[i] = shift[i]
-                    shift[i] = finite(row_max[i])
-                for i, j in lang.each(BLOCK_N, BLOCK_M):
-                    scores[i, j] = T.exp2((scores[i, j] - shift[i]) * LOG2E)
-                T.reduce_sum(scores, tile_sum, dim=1)
-                for i in lang.each(BLOCK_N):
-                    lse[i] = log2_of_sum(
-                        lse[i] + T.cast(old_shift[i] - shift[i], "float64") * LOG2E,
-                        T.cast(T.log2(tile_sum[i]), "float64"),
+            for i, j in lang.each(BLOCK_N, LANES):
+                lane_max[i, j] = NEG_INF
+                shift[i, j] = 0.0
+                lse[i, j] = T.cast(NEG_INF, "float64")
+            for t in T.serial(rows.tiles_seen(place)):
+                rows.load(x, place, t * tile.BLOCK_M, raw, scores, NEG_INF)
+                T.reduce_max(scores, lane_max, dim=2, clear=False)
+                for i, j in lang.each(BLOCK_N, LANES):
+                    old_shift[i, j] = shift[i, j]
+                    shift[i, j] = finite(lane_max[i, j])
+                for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                    scores[i, j, k] = T.exp2((scores[i, j, k] - shift[i, j]) * LOG2E)
+                T.reduce_sum(scores, tile_sum, dim=2)
+                for i, j in lang.each(BLOCK_N, LANES):
+                    lse[i, j] = log2_of_sum(
+                        lse[i, j] + T.cast(old_shift[i, j] - shift[i, j], "float64") * LOG2E,
+                        T.cast(T.log2(tile_sum[i, j]), "float64"),
                     )
 
+            # The lanes of a row become one.
+            T.reduce_max(lane_max, row_max, dim=1)
             for i in lang.each(BLOCK_N):
-                lse_32[i] = finite(T.cast(lse[i], "float32"))
+                row_max[i] = finite(row_max[i])
+            for i, j in lang.each(BLOCK_N, LANES):
+                part[i, j] = T.exp2(
+                    (lane_max[i, j] - row_max[i]) * LOG2E + T.cast(lse[i, j], "float32")
+                )
+            T.reduce_sum(part, row_sum, dim=1)
+            for i in lang.each(BLOCK_N):
+                row_lse[i] = finite(T.log2(row_sum[i]))
 
             # Backwards: what was read last is the likeliest to be in cache still.
             for t in T.serial(rows.n_tiles):
-                first_col = (rows.n_tiles - 1 - t) * BLOCK_M
+                first_col = (rows.n_tiles - 1 - t) * tile.BLOCK_M
                 rows.load(x, place, first_col, raw, scores, NEG_INF)
-                for i, j in lang.each(BLOCK_N, BLOCK_M):
-                    scores[i, j] = T.exp2((scores[i, j] - shift[i]) * LOG2E - lse_32[i])
+                for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                    scores[i, j, k] = T.exp2((scores[i, j, k] - row_max[i]) * LOG2E - row_lse[i])
                 rows.store(scores, raw, y, place, first_col)
 
     return softmax_fwd
 
 
-def build_softmax_bwd(lang: Language, *, dtype: str, is_causal: bool, tile: Tile, vector: int):
+def build_softmax_bwd(lang: Language, *, dtype: str, tile: Tile, vector: int):
     import tilelang.language as T
 
-    BLOCK_N, BLOCK_M, threads = tile
-    rows = Rows(lang, is_causal=is_causal, tile=tile, vector=vector)
+    BLOCK_N, LANES, WIDTH = tile
+    rows = Rows(lang, tile=tile, vector=vector)
 
     @T.prim_func
     def softmax_bwd(
-        y: rows.tensor("y", dtype), dy: rows.tensor("dy", dtype), dx: rows.tensor("dx", dtype)
+        y: rows.tensor("y", dtype),
+        dy: rows.tensor("dy", dtype),
+        dx: rows.tensor("dx", dtype),
+        seen: rows.seen,
     ):
-        with T.Kernel(rows.n_blocks, threads=threads) as block:
+        with T.Kernel(rows.n_blocks, threads=tile.threads) as block:
             rows.set_options()
             place = rows.locate(block)
-            first_row = place[2]
-            raw = lang.tile((BLOCK_N, BLOCK_M), dtype)
-            p = lang.tile((BLOCK_N, BLOCK_M), "float32")
-            grad = lang.tile((BLOCK_N, BLOCK_M), "float32")
-            acc = lang.tile((BLOCK_N, BLOCK_M), "float32")
-            delta = lang.tile((BLOCK_N,), "float32")
+            raw = lang.tile((BLOCK_N, LANES, WIDTH), dtype)
+            p = lang.tile((BLOCK_N, LANES, WIDTH), "float32")
+            grad = lang.tile((BLOCK_N, LANES, WIDTH), "float32")
+            acc = lang.tile((BLOCK_N, LANES, WIDTH), "float32")
             rows.lay_out(raw, p, grad, acc)
-            for i, j in lang.each(BLOCK_N, BLOCK_M):
-                acc[i, j] = 0.0
+            lane_sum = lang.tile((BLOCK_N, LANES), "float32")
+            delta = lang.tile((BLOCK_N,), "float32")
 
-            for t in T.serial(rows.tiles_seen(first_row)):
-                rows.load(y, place, t * BLOCK_M, raw, p, 0.0)
-                rows.load(dy, place, t * BLOCK_M, raw, grad, 0.0)
-                for i, j in lang.each(BLOCK_N, BLOCK_M):
-                    acc[i, j] += p[i, j] * grad[i, j]
-            T.reduce_sum(acc, delta, dim=1)
+            for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                acc[i, j, k] = 0.0
+            for t in T.serial(rows.tiles_seen(place)):
+                rows.load(y, place, t * tile.BLOCK_M, raw, p, 0.0)
+                rows.load(dy, place, t * tile.BLOCK_M, raw, grad, 0.0)
+                for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
+                    acc[i, j, k] += p[i, j, k] * grad[i, j, k]
+            T.reduce_sum(acc, lane_sum, dim=2)
+            T.reduce_sum(lane_sum, delta, dim=1)
 
             for t in T.serial(rows.n_tiles):
-                first_col = (rows.n_tiles - 1 - t) * BLOCK_M
+                first_col = (rows.n_tiles - 1 - t) * tile.BLOCK_M
                 rows.load(y, place, first_col, raw, p, 0.0)
                 rows.load(dy, place, first_col, raw, grad, 0.0)
-                for i, j in lang.each(BLOCK_N, BLOCK_M):
+                for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
                     # A row of zeros has no gradient, whatever dy is.
-                    grad[i, j] = T.if_then_else(
-                        p[i, j] == 0.0, 0.0, p[i, j] * (grad[i, j] - delta[i])
+                    grad[i, j, k] = T.if_then_else(
+                        p[i, j, k] == 0.0, 0.0, p[i, j, k] * (grad[i, j, k] - delta[i])
                     )
                 rows.store(grad, raw, dx, place, first_col)
 
@@ -162,15 +178,15 @@ def _launch(build, *tensors: torch.Tensor, is_causal: bool) -> None:
     """Runs `build`'s kernel on non-empty tensors of one shape and dtype."""
     device, dtype = tensors[0].device, tensors[0].dtype
     for views in as_matrices(*tensors, is_causal=is_causal):
+        n_rows, n_cols = views[0].shape[-2:]
         kernel = get_kernel(
             build,
             device,
             dtype=DTYPE_NAMES[dtype],
-            is_causal=is_causal,
-            tile=choose_tile(device, views[0].shape[-1]),
+            tile=choose_tile(views, n_read=len(views) - 1),
             vector=vector_width(views),
         )
-        kernel(*views)
+        kernel(*views, columns_seen(n_rows, n_cols, is_causal))
 
 
 def _computed(t: torch.Tensor) -> torch.Tensor:
