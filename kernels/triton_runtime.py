@@ -28,6 +28,8 @@ def _interpreting() -> Iterator[None]:
     """One thread at a time, and silent where the maths meets inf and NaN, as a GPU is."""
     with _interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
+        # What triton 3.6 makes of `if` and `while` on a scalar.
+        warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
         yield
 
 
