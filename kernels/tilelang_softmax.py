@@ -5,30 +5,33 @@
 
 A block takes BLOCK_N rows and walks their columns in tiles of BLOCK_M, twice. The first scan
 carries the log-sum-exp of the columns seen so far, in base 2 because that is the exponential that
-hardware has; the second writes. Only a tile and two numbers a row are ever on chip, so rows may
-have any length. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax",
-section 3, with the logarithm of their sum.)
+hardware has; the second writes. Only a tile is ever on chip, so a row may have any length.
+(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3, with the
+logarithm of their sum.) Each of a row's LANES carries the log-sum-exp of the columns that it holds;
+they become the row's between the scans, so that no thread waits for another within one.
 
 How the log-sum-exp is carried decides whether this is stable. The update that comes to mind,
 lse' = m + log2(2^(lse - m) + s) with the tile's maximum m and sum s, overflows once m lies 128
 below lse, and the whole row comes out 0. So:
 
-- The log-sum-exp is carried as row_max log2(e) + lse, in two numbers: beside scores of 1000, one
-  float32 would have three decimals left for it.
-- Two of them are merged around the larger (`log2_of_sum`): 2^ is taken of nothing above 0.
-- Where there is nothing to see yet, lse is -inf, and where row_max is, 0 is subtracted in its
-  place: -inf minus -inf would be NaN.
+- Two log-sum-exps are merged around the larger (`log2_of_sum`): 2^ is taken of nothing above 0.
+- It is carried in two numbers, as maximum log2(e) + lse: where scores are about 1000, one float32
+  could tell probabilities apart to four digits.
+- Where nothing was seen yet, lse is -inf, and where the maximum is, 0 is subtracted in its place:
+  -inf minus -inf would be NaN.
 
-A row that ends as it began, all -inf, gives zeros. A NaN, or +inf, makes the row's sum NaN (its
-maximum may drop it: tile-ai/tilelang#3270), and with it the row.
+A row that ends as it began, all -inf, gives zeros. A NaN, or +inf, makes the sum NaN (the maximum
+may drop it: tile-ai/tilelang#3270), and with it the row.
 
-A kernel is compiled for each dtype, `is_causal`, tile (TILES, by width) and `vector_width`; lengths
-and strides are run-time arguments. Any strides are read and written without a copy. On a CPU (`c`
-target), float16 and bfloat16 are computed through a float32 copy.
+A kernel is compiled for each dtype, tile (by length of row, `choose_tile`) and `vector_width`;
+sizes and strides are run-time arguments, and so is the causal rule. Any strides are read and
+written without a copy. On a CPU (`c` target), float16 and bfloat16 are computed through a float32
+copy.
 """
 
 import torch
 
+from minitx.kernels.custom_ops import define_op, no_second_derivative, save_nothing
 from minitx.kernels.tilelang_rows import (
     NEG_INF,
     Rows,
@@ -79,7 +82,7 @@ def build_softmax_fwd(lang: Language, *, dtype: str, tile: Tile, vector: int):
             old_shift = lang.tile((BLOCK_N, LANES), "float32")
             tile_sum = lang.tile((BLOCK_N, LANES), "float32")
             lse = lang.tile((BLOCK_N, LANES), "float64")  # thousands of tiles, and no drift
-            part = lang.tile((BLOCK_N, LANES), "float32")
+            lane_sum = lang.tile((BLOCK_N, LANES), "float32")
             row_max = lang.tile((BLOCK_N,), "float32")
             row_sum = lang.tile((BLOCK_N,), "float32")
             row_lse = lang.tile((BLOCK_N,), "float32")
@@ -108,10 +111,10 @@ def build_softmax_fwd(lang: Language, *, dtype: str, tile: Tile, vector: int):
             for i in lang.each(BLOCK_N):
                 row_max[i] = finite(row_max[i])
             for i, j in lang.each(BLOCK_N, LANES):
-                part[i, j] = T.exp2(
+                lane_sum[i, j] = T.exp2(
                     (lane_max[i, j] - row_max[i]) * LOG2E + T.cast(lse[i, j], "float32")
                 )
-            T.reduce_sum(part, row_sum, dim=1)
+            T.reduce_sum(lane_sum, row_sum, dim=1)
             for i in lang.each(BLOCK_N):
                 row_lse[i] = finite(T.log2(row_sum[i]))
 
@@ -194,8 +197,7 @@ def _computed(t: torch.Tensor) -> torch.Tensor:
     return t.float() if t.device.type == "cpu" else t
 
 
-@torch.library.custom_op("minitx::tilelang_softmax_fwd", mutates_args=())
-def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     inner = _computed(x)
     y = torch.empty_like(inner)
     if x.numel() > 0:
@@ -203,38 +205,12 @@ def _softmax_fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-@torch.library.custom_op("minitx::tilelang_softmax_bwd", mutates_args=())
-def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     inner = _computed(y)
     dx = torch.empty_like(inner)
     if y.numel() > 0:
         _launch(build_softmax_bwd, inner, _computed(dy), dx, is_causal=is_causal)
     return dx.to(y.dtype)
-
-
-@_softmax_fwd.register_fake
-def _(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_softmax_bwd.register_fake
-def _(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    return torch.empty_like(y)
-
-
-@_softmax_fwd.register_vmap
-def _(info, in_dims, x: torch.Tensor, is_causal: bool):
-    # Rows are independent: a batch is one more leading dim.
-    return _softmax_fwd(x.movedim(in_dims[0], 0), is_causal), 0
-
-
-@_softmax_bwd.register_vmap
-def _(info, in_dims, y: torch.Tensor, dy: torch.Tensor, is_causal: bool):
-    y, dy = (
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((y, dy), in_dims, strict=False)
-    )
-    return _softmax_bwd(y, dy, is_causal), 0
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -247,7 +223,34 @@ def _backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _softmax_bwd(y, dy, ctx.is_causal), None
 
 
-_softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _vmap(op, info, in_dims, *inputs):
+    """Rows are independent: what is mapped over is one more leading dim."""
+    *tensors, is_causal = inputs
+    mapped = (
+        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, in_dims, strict=False)
+    )
+    return op(*mapped, is_causal), 0
+
+
+_softmax_fwd = define_op(
+    "tilelang_softmax_fwd",
+    "(Tensor x, bool is_causal) -> Tensor",
+    kernel=_fwd,
+    fake=lambda x, is_causal: torch.empty_like(x),
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+)
+_softmax_bwd = define_op(
+    "tilelang_softmax_bwd",
+    "(Tensor y, Tensor dy, bool is_causal) -> Tensor",
+    kernel=_bwd,
+    fake=lambda y, dy, is_causal: torch.empty_like(y),
+    setup_context=save_nothing,
+    backward=no_second_derivative("tilelang"),
+    vmap=_vmap,
+)
 
 
 def tilelang_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
