@@ -24,13 +24,24 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 Config = TypeVar("Config")
 
+EXIT_OUT_OF_MEMORY = 1
 EXIT_USER_ERROR = 2
 EXIT_PARITY_FAILED = 3
+EXIT_NON_FINITE = 5  # 4 is eval.py's: a later token moves an earlier loss
+EXIT_NOT_WRITTEN = 6
 
 
 class UserError(ValueError):
     """A mistake the user can mend; the message says what was wrong, what was expected, what to
     do."""
+
+
+class RunStopped(RuntimeError):
+    """Work that was under way and cannot go on: the line that says why, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
@@ -68,8 +79,12 @@ def parse_config(
         namespace = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error))) from error
+    settings = vars(namespace)
+    if unknown := sorted(settings.keys() - _setting_names(config_class) - {"config"}):
+        # The parser lets an unknown group of a YAML file pass where it is empty.
+        raise UserError(f"unknown setting {', '.join(unknown)}; --help lists all")
     names = _setting_names(config_class)
-    return config_class(**{k: v for k, v in vars(namespace).items() if k in names})
+    return config_class(**{k: v for k, v in settings.items() if k in names})
 
 
 def _setting_names(config_class: type) -> set[str]:
@@ -118,8 +133,8 @@ def run_cli(
     description: str,
     default_config: Callable[[Sequence[str]], Path | None] | None = None,
 ) -> int:
-    """Parses, runs `main(config)` and returns the exit code: main's, or 2 after a user's
-    mistake."""
+    """Parses, runs `main(config)` and returns the exit code: main's, 2 after a user's mistake, or
+    what a RunStopped says."""
     argv = sys.argv[1:] if argv is None else argv
     # What takes time, or runs otherwise than one might think, is said: one plain line each.
     logging.basicConfig(format="%(message)s")
@@ -130,6 +145,11 @@ def run_cli(
             config_class, argv, prog=prog, description=description, default_config=default
         )
         return main(config) or 0
+    except RunStopped as stopped:
+        if os.environ.get("MINITX_DEBUG") == "1":
+            raise
+        print(f"{prog}: stopped: {_one_line(str(stopped))}", file=sys.stderr)
+        return stopped.exit_code
     except (ValueError, TypeError, OSError, KernelUnavailableError) as error:
         if os.environ.get("MINITX_DEBUG") == "1":
             raise
