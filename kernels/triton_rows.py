@@ -6,13 +6,13 @@ arrives as one leading dim (R,), whatever its shape was.
 """
 
 import torch
-import triton
 import triton.language as tl
+
+from minitx.kernels.triton_runtime import device_function
+from minitx.kernels.triton_tiles import exp_scaled
 
 # Kernels are not Python to a type checker:
 # pyright: reportGeneralTypeIssues=false
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 # Loads are 16 bytes wide where the compiler can prove that rows, and masks, start and end at
 # multiples of 16 elements: the granularity of its own specialisation on integer arguments.
@@ -48,7 +48,7 @@ def merge_leading_dims(
     return tuple(sizes), list(zip(*strides, strict=True))
 
 
-@triton.jit
+@device_function
 def row_offsets(rows, sizes, strides):
     """Elements from a tensor's start to the start of each row; rows (int64) count in row-major
     order."""
@@ -59,7 +59,7 @@ def row_offsets(rows, sizes, strides):
     return offsets + rows * strides[0]
 
 
-@triton.jit
+@device_function
 def visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL: tl.constexpr):
     """How many columns of each row take part: none in a row past the last.
 
@@ -72,7 +72,7 @@ def visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL: tl.constexpr):
     return visible
 
 
-@triton.jit
+@device_function
 def load_visible(pointers, cols, visible, other, IS_CAUSAL: tl.constexpr):
     """Columns 0 to visible - 1 in float32; `other` in place of the rest, which is never read."""
     if IS_CAUSAL:
@@ -86,11 +86,12 @@ def load_visible(pointers, cols, visible, other, IS_CAUSAL: tl.constexpr):
     return values.to(tl.float32)
 
 
-@triton.jit
-def exp_below(x, maximum):
+@device_function
+def exp_below(x, maximum, EXACT: tl.constexpr):
     """exp(x - maximum), and 0 where both are -inf: their difference would be NaN.
 
     The maximum is subtracted first and the difference scaled: x * log2(e) - maximum * log2(e) as
     one fused multiply-add would leave a product's rounding error, which is large where x is.
+    EXACT is for float32 rows; rounded to 16 bits the faster exponential gives the same.
     """
-    return tl.exp2((x - tl.where(maximum == -float("inf"), 0.0, maximum)) * LOG2E)
+    return exp_scaled(x - tl.where(maximum == -float("inf"), 0.0, maximum), 1.0, EXACT)

@@ -67,7 +67,7 @@ def _softmax_fwd_kernel(
     x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
 
     row_max = tl.max(x, axis=1, keep_dims=True)
-    p = exp_below(x, row_max)
+    p = exp_below(x, row_max, EXACT=x_ptr.dtype.element_ty == tl.float32)
     row_sum = tl.sum(p, axis=1, keep_dims=True)  # tl.max may pass over a NaN, the sum never does
     y = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
 

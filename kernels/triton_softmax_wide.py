@@ -39,7 +39,7 @@ from minitx.kernels.triton_rows import (
     row_offsets,
     visible_columns,
 )
-from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_runtime import device_function, launching_on
 
 # Kernels are not Python to a type checker:
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -54,7 +54,7 @@ LEAD_BYTES = 16 * 2**20  # how far readers run ahead, in bytes read: a third of 
 MERGE = 1024
 
 
-@triton.jit
+@device_function
 def _draw_ticket(words_ptr, n_rows, n_chunks, lead):
     """This program's (is_writer, row, chunk); the row may lie outside of 0 to n_rows - 1."""
     ticket = tl.atomic_add(words_ptr + n_rows * n_chunks, 1, sem="relaxed")
@@ -63,7 +63,7 @@ def _draw_ticket(words_ptr, n_rows, n_chunks, lead):
     return is_writer, tl.where(is_writer, row - lead, row), ticket // 2 % n_chunks
 
 
-@triton.jit
+@device_function
 def _publish(word_ptr, a, b):
     """Stores two float32 scalars as one word."""
     high = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -71,7 +71,7 @@ def _publish(word_ptr, a, b):
     tl.atomic_xchg(word_ptr, high | low, sem="relaxed")
 
 
-@triton.jit
+@device_function
 def _await_partials(words_ptr, first, n_chunks, a_padding, b_padding, MERGE: tl.constexpr):
     """The partial results of chunks `first` and on, two float32 tensors of [MERGE]."""
     chunks = first + tl.arange(0, MERGE)
@@ -109,13 +109,14 @@ def _wide_fwd_kernel(
     words_ptr += row * n_chunks
     cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     visible = visible_columns(row, n_rows, n_cols, Sq, IS_CAUSAL)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
 
     x_ptrs = x_ptr + row_offsets(row, sizes, x_strides) + cols * x_step
     x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_N]
 
     if not is_writer:
         chunk_max = tl.max(x)
-        _publish(words_ptr + chunk, chunk_max, tl.sum(exp_below(x, chunk_max)))
+        _publish(words_ptr + chunk, chunk_max, tl.sum(exp_below(x, chunk_max, EXACT)))
         return
 
     row_max = -float("inf")
@@ -125,11 +126,11 @@ def _wide_fwd_kernel(
             words_ptr, first, n_chunks, -float("inf"), 0.0, MERGE
         )
         larger = tl.maximum(row_max, tl.max(chunk_max))
-        row_sum *= exp_below(row_max, larger)
-        row_sum += tl.sum(chunk_sum * exp_below(chunk_max, larger))
+        row_sum *= exp_below(row_max, larger, EXACT)
+        row_sum += tl.sum(chunk_sum * exp_below(chunk_max, larger, EXACT))
         row_max = larger
 
-    y = exp_below(x, row_max) * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
+    y = exp_below(x, row_max, EXACT) * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
     y_ptrs = y_ptr + row_offsets(row, sizes, y_strides) + cols * y_step
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 

@@ -56,7 +56,7 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
 def _padded_softmax_kernel(x_ptr, y_ptr, N, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
     cols = tl.arange(0, BLOCK_N)
     x = triton_rows.load_visible(x_ptr + cols, cols, N, PADDING, False)
-    p = triton_rows.exp_below(x, tl.max(x, axis=0))
+    p = triton_rows.exp_below(x, tl.max(x, axis=0), True)
     tl.store(y_ptr + cols, p / tl.sum(p, axis=0), mask=cols < N)
 
 
