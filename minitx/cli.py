@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from minitx.kernels import KernelUnavailableError
@@ -79,12 +80,21 @@ def parse_config(
         namespace = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error))) from error
-    settings = vars(namespace)
-    if unknown := sorted(settings.keys() - _setting_names(config_class) - {"config"}):
-        # The parser lets an unknown group of a YAML file pass where it is empty.
-        raise UserError(f"unknown setting {', '.join(unknown)}; --help lists all")
+    for path in _config_paths(argv):
+        _refuse_unknown(yaml.safe_load(Path(path).read_text(encoding="utf-8")), config_class, path)
     names = _setting_names(config_class)
-    return config_class(**{k: v for k, v in settings.items() if k in names})
+    return config_class(**{k: v for k, v in vars(namespace).items() if k in names})
+
+
+def _refuse_unknown(settings: dict, config_class: type, path: str, prefix: str = "") -> None:
+    """The parser passes over an unknown group of a YAML file where it is empty."""
+    fields = {field.name: field.type for field in dataclasses.fields(config_class)}
+    for name, value in settings.items():
+        kind = fields.get(name)
+        if value == {} and kind is None:
+            raise UserError(f"--config {path}: unknown setting {prefix}{name}; --help lists all")
+        if isinstance(value, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            _refuse_unknown(value, kind, path, f"{prefix}{name}.")
 
 
 def _setting_names(config_class: type) -> set[str]:
