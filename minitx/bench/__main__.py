@@ -8,6 +8,7 @@ import sys
 
 COMMANDS = {
     "softmax": "row softmax, forward and backward, beside PyTorch, peers and copy bandwidth",
+    "attention": "attention by length, forward, backward and both, beside peers",
     "train": "train.py by kernel, compiled or not, beside nanoGPT's model",
 }
 

@@ -35,19 +35,30 @@ class Timing:
 def measure(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> Timing:
     """Times `call`, which has run before, for about `budget_ms`. On a GPU the L2 cache is flushed
     before each run."""
+    return summarise(sample_ms(call, device, budget_ms))
+
+
+def sample_ms(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> list[float]:
+    """Milliseconds of single runs of `call`, as `measure` makes them."""
     if device == "cuda":
         from triton.testing import do_bench
 
         rep = max(int(budget_ms), 1)
-        quantiles: Any = do_bench(call, warmup=10, rep=rep, quantiles=[0.5, 0.2, 0.8])
-        return Timing(*quantiles)
+        times: Any = do_bench(call, warmup=10, rep=rep, return_mode="all")
+        return times
     times = []
     while len(times) < 3 or sum(times) < budget_ms:
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
-    ordered = sorted(times)
-    return Timing(*(ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.2, 0.8)))
+    return times
+
+
+def summarise(times: Sequence[float]) -> Timing:
+    """Quantiles of the runs, interpolated linearly."""
+    samples = torch.tensor(times, dtype=torch.float64)
+    quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    return Timing(*samples.quantile(quantiles).tolist())
 
 
 def first_call_seconds(call: Callable[[], object], device: str) -> float:

@@ -1,13 +1,16 @@
 """Processes of their own for what may hang, crash, or leave something behind."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> int | None:
@@ -29,6 +32,57 @@ def run_process(command: Sequence[str], log: Path, timeout_s: float) -> int | No
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+class WorkerDied(RuntimeError):
+    """The message says how, in a line."""
+
+
+def run_worker(
+    target: Callable[..., None], arguments: Sequence[Any], timeout_s: float
+) -> Iterator[Any]:
+    """Runs target(send, *arguments) in a process of its own and yields what it sends.
+
+    Raises WorkerDied when the process ends otherwise than by returning, or sends nothing for
+    timeout_s.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(sender, target, arguments))
+    process.start()
+    sender.close()
+    error = ""
+    try:
+        while True:
+            if not receiver.poll(timeout_s):
+                raise WorkerDied(f"nothing heard for {timeout_s:g} s")
+            try:
+                kind, message = receiver.recv()
+            except EOFError:
+                break
+            if kind == "error":
+                error = message
+            else:
+                yield message
+        process.join()
+        if process.exitcode != 0:
+            code = process.exitcode or 0
+            raise WorkerDied(
+                error or f"ended by {f'signal {-code}' if code < 0 else f'exit {code}'}"
+            )
+    finally:
+        process.kill()
+        process.join()
+
+
+def _work(sender: Connection, target: Callable[..., None], arguments: Sequence[Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process
+    try:
+        target(lambda message: sender.send(("message", message)), *arguments)
+    except BaseException as error:
+        text = " ".join(str(error).split())[:200]
+        sender.send(("error", f"{type(error).__name__}: {text}"))
+        raise
 
 
 @contextlib.contextmanager

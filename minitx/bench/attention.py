@@ -1,0 +1,237 @@
+"""python -m minitx.bench attention: attention by length, forward, backward and both, beside peers.
+
+    python -m minitx.bench attention --quick
+    python -m minitx.bench attention --kernels triton,sdpa --groups 4 --seq_lens 1024,16384
+    python -m minitx.bench attention --plot benchmarks/attention.csv
+
+Each result is first checked against float64 at its full length, then timed; kernels of one shape
+take turns in one process. What cannot run, runs out of memory, is wrong, crashes or hangs is a row
+that says so. Writes attention.csv, growing with every shape, and attention.png.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from minitx.bench import _common as common
+from minitx.bench.attention_measure import KernelOnCase, Skips, measure_cases
+from minitx.bench.attention_report import plot, print_tables
+from minitx.bench.attention_variants import (
+    DTYPES,
+    HOST_PASSES,
+    KERNELS,
+    OURS,
+    TIMED_PASSES,
+    Case,
+    why_not,
+)
+from minitx.bench.processes import WorkerDied, exit_on_sigterm, run_worker
+from minitx.cli import EXIT_PARITY_FAILED, run_cli
+
+# By device. On a CPU Triton is interpreted: shapes that show that it works.
+SEQ_LENS = {"cuda": [512 * 2**i for i in range(8)], "cpu": [16, 50]}  # 512 to 65,536
+HEAD_DIMS = {"cuda": [64, 128], "cpu": [32]}
+TOKENS = {"cuda": 16384, "cpu": 50}
+WIDTH = {"cuda": 2048, "cpu": 64}  # heads times head dim
+DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+BUDGET_MS = {"cuda": 100.0, "cpu": 5.0}
+
+QUICK_SEQ_LENS = [1024, 4096, 16384]
+QUICK_KERNELS = [
+    "sdpa",
+    "sdpa-cudnn",
+    "sdpa-flash",
+    "sdpa-efficient",
+    "flex",
+    "fa3",
+    "triton",
+    "tilelang",
+]
+QUICK_PASSES = ["forward", "backward"]
+QUICK_BUDGET_MS = 45.0
+
+MOST_CRASHES = 2  # of one kernel, each of which costs a new process; then it is left out
+
+
+@dataclass
+class AttentionBenchConfig:
+    """What to measure.
+
+    Args:
+        kernels: any of eager, sdpa, sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, fa2, fa3, fa4,
+            triton, tilelang, triton-softmax, tilelang-softmax, auto, with commas between; by
+            default all that run here (flex on a GPU only).
+        seq_lens: tokens a sequence; by default 512 to 65536 on a GPU, two short ones on a CPU.
+        tokens: tokens of a batch: sequences of S tokens come in batches of tokens // S, or 1; by
+            default 16384 on a GPU.
+        head_dims: by default 64 and 128 on a GPU.
+        heads: query heads; by default 2048 // head dim on a GPU.
+        groups: query heads to one key head; any list.
+        dtype: float32, float16 or bfloat16; by default bfloat16 on a GPU, float32 on a CPU.
+        passes: any of forward, backward, both; by default all.
+        is_causal: each query reads the keys up to its own position, or all.
+        host_overhead: also time calls on tiny tensors, in eager mode and in a CUDA graph; by
+            default on a GPU.
+        budget_ms: milliseconds of measuring a result; by default 100 on a GPU.
+        quick: fewer lengths, kernels and passes and shorter timing, where those are not given.
+        timeout_s: seconds one kernel may take on one shape before it counts as hung.
+        device: cuda or cpu; by default the GPU if there is one.
+        out_dir: folder for attention.csv and attention.png.
+        overwrite: replace files that are there already.
+        label: a word for the CSV's label column.
+        plot: draw and print this CSV, and measure nothing.
+    """
+
+    kernels: list[str] = field(default_factory=list)
+    seq_lens: list[int] = field(default_factory=list)
+    tokens: int | None = None
+    head_dims: list[int] = field(default_factory=list)
+    heads: int | None = None
+    groups: list[int] = field(default_factory=lambda: [1])
+    dtype: str | None = None
+    passes: list[str] = field(default_factory=list)
+    is_causal: bool = True
+    host_overhead: bool | None = None
+    budget_ms: float | None = None
+    quick: bool = False
+    timeout_s: float = 180.0
+    device: str | None = None
+    out_dir: Path = Path("runs/bench")
+    overwrite: bool = False
+    label: str = ""
+    plot: Path | None = None
+
+
+def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
+    """Every shape, short ones first, then the tiny one of the host's overhead. Raises
+    ValueError."""
+    dtype = config.dtype or DTYPE[device]
+    _known("--dtype", [dtype], tuple(DTYPES))
+    passes = config.passes or (QUICK_PASSES if config.quick else list(TIMED_PASSES))
+    _known("--passes", passes, TIMED_PASSES)
+    quick_lens = QUICK_SEQ_LENS if device == "cuda" else SEQ_LENS["cpu"]
+    seq_lens = config.seq_lens or (quick_lens if config.quick else SEQ_LENS[device])
+    head_dims = config.head_dims or HEAD_DIMS[device]
+    tokens = TOKENS[device] if config.tokens is None else config.tokens
+    numbers = {
+        "--seq_lens": min(seq_lens),
+        "--head_dims": min(head_dims),
+        "--groups": min(config.groups),
+        "--tokens": tokens,
+        "--heads": 1 if config.heads is None else config.heads,
+    }
+    for flag, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{flag} must be 1 or more, got {number}")
+    cases = []
+    for head_dim in head_dims:
+        q_heads = config.heads or max(WIDTH[device] // head_dim, 1)
+        for group in config.groups:
+            if q_heads % group:
+                raise ValueError(f"--groups {group} does not divide {q_heads} query heads")
+            cases += [
+                Case(
+                    batch=max(tokens // seq_len, 1),
+                    seq_len=seq_len,
+                    q_heads=q_heads,
+                    kv_heads=q_heads // group,
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    is_causal=config.is_causal,
+                    device=device,
+                    passes=tuple(name for name in TIMED_PASSES if name in passes),
+                )
+                for seq_len in seq_lens
+            ]
+    cases.sort(key=lambda case: case.seq_len)
+    host_overhead = device == "cuda" if config.host_overhead is None else config.host_overhead
+    if host_overhead:
+        cases.append(Case(1, 16, 1, 1, head_dims[0], dtype, config.is_causal, device, HOST_PASSES))
+    return cases
+
+
+def choose_kernels(config: AttentionBenchConfig, device: str, cases: Sequence[Case]) -> list[str]:
+    _known("--kernels", config.kernels, KERNELS)
+    if config.kernels:
+        return config.kernels
+    wanted = list(QUICK_KERNELS if config.quick and device == "cuda" else KERNELS)
+    if device == "cpu":
+        wanted.remove("flex")  # it compiles for longer than all else takes
+    return [kernel for kernel in wanted if why_not(kernel, cases[0], "forward") is None]
+
+
+def _known(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag}: unknown '{name}'; expected any of {', '.join(known)}")
+
+
+def measure_all(
+    cases: Sequence[Case], kernels: Sequence[str], budget_ms: float, timeout_s: float
+) -> Iterator[list[common.Row]]:
+    """The rows of each case. A kernel that crashes or hangs is left out of that case, which is
+    measured again in a new process; after MOST_CRASHES, of all."""
+    todo, skips = list(cases), Skips()
+    crashes: Counter[str] = Counter()
+    while todo:
+        doing = "reference"
+        try:
+            arguments = (tuple(todo), tuple(kernels), skips, budget_ms)
+            for kind, content in run_worker(measure_cases, arguments, timeout_s):
+                if kind == "rows":
+                    todo.pop(0)
+                    doing = "reference"
+                    yield content
+                else:
+                    doing = content
+        except WorkerDied as error:
+            reason = f"failed: {error}"
+            if doing == "reference":  # nobody's fault, or everybody's
+                case = todo.pop(0)
+                yield [row for k in kernels for row in KernelOnCase(k, case, reason).rows()]
+                continue
+            crashes[doing] += 1
+            skips[todo[0], doing] = reason
+            if crashes[doing] >= MOST_CRASHES:
+                for case in todo[1:]:
+                    skips[case, doing] = f"failed: crashed on {MOST_CRASHES} shapes before"
+
+
+def run(config: AttentionBenchConfig) -> int:
+    if config.plot is not None:
+        rows = common.read_csv(config.plot)
+        print_tables(rows)
+        plot(config.plot, config.plot.with_suffix(".png"))
+        print(f"\nwrote {config.plot.with_suffix('.png')}")
+        return 0
+    device = common.check_device(config.device)
+    cases = make_cases(config, device)
+    kernels = choose_kernels(config, device, cases)
+    csv_path, png_path = config.out_dir / "attention.csv", config.out_dir / "attention.png"
+    common.refuse_to_overwrite([csv_path, png_path], config.overwrite)
+    budget_ms = config.budget_ms or (QUICK_BUDGET_MS if config.quick else BUDGET_MS[device])
+
+    about = {"label": config.label, **common.environment_columns(device)}
+    print(f"{about['device']}, torch {torch.__version__}: {', '.join(kernels)}")
+    rows: list[common.Row] = []
+    with exit_on_sigterm(), tqdm(total=len(cases), unit="shape", disable=None) as bar:
+        for measured in measure_all(cases, kernels, budget_ms, config.timeout_s):
+            rows += [row | about for row in measured]
+            common.write_csv(csv_path, rows)
+            bar.update()
+    print_tables(common.read_csv(csv_path))
+    plot(csv_path, png_path)
+    print(f"\nwrote {csv_path} and {png_path}")
+    bad = [r for r in rows if r["status"].startswith(("wrong", "failed"))]
+    return EXIT_PARITY_FAILED if any(r["kernel"] in OURS for r in bad) else 0
+
+
+def main(argv: list[str]) -> int:
+    argv = common.bracket_lists(argv, AttentionBenchConfig)
+    return run_cli(
+        run, AttentionBenchConfig, argv, prog="minitx.bench attention", description=__doc__ or ""
+    )
