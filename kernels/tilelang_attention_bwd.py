@@ -44,7 +44,7 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
     """
     import tilelang.language as T
 
-    BLOCK_M, threads = 32, 128
+    BLOCK_M, threads = 64 if dtype != "float32" else 32, 128
     row_dot = make_row_dot(lang)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
@@ -166,12 +166,14 @@ def build_attention_bwd_dkdv(
                 gemm(k_tile, q_tile, scores, transpose_B=True, clear=True)
                 for j, i in lang.each(BLOCK_N, BLOCK_M):
                     scores[j, i] = base.exp(at_most_0(scores[j, i] * qk_scale - stats_tile[0, i]))
-                if IS_CAUSAL:  # noqa: SIM102 (decided now; the next on the device)
-                    if m_start + diagonal < n_start + BLOCK_N:
-                        for j, i in lang.each(BLOCK_N, BLOCK_M):
-                            scores[j, i] = T.if_then_else(
-                                n_start + j < m_start + i + diagonal, scores[j, i], 0.0
-                            )
+                # Queries past the end are zeros, and 0 times an infinite key is NaN.
+                crosses_end = m_start + BLOCK_M > Sq
+                crosses_diagonal = m_start + diagonal < n_start + BLOCK_N if IS_CAUSAL else False
+                if crosses_end or crosses_diagonal:
+                    for j, i in lang.each(BLOCK_N, BLOCK_M):
+                        end = m_start + i + diagonal if IS_CAUSAL else Skv
+                        is_seen = (m_start + i < Sq) & (n_start + j < end)
+                        scores[j, i] = T.if_then_else(is_seen, scores[j, i], 0.0)
                 T.copy(dout[batch, head, queries, 0:HEAD_DIM], dout_tile)
                 if WITH_DV:
                     T.copy(scores, p)

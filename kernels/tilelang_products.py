@@ -47,7 +47,7 @@ def make_gemm(lang: Language, dtype: str) -> Callable[..., Any]:
         # Both operands k by k, so that a thread reads what it multiplies in vectors; the 4 columns
         # more spread the transposing stores over the banks.
         a = T.alloc_shared((step, M + 4), dtype)
-        b = T.alloc_shared((step, N + 4), dtype)
+        b = T.alloc_shared((step, N + 4), dtype) if transpose_B else B
         if clear:
             T.fill(C, 0)
         for chunk in T.serial(K // step):
@@ -56,12 +56,9 @@ def make_gemm(lang: Language, dtype: str) -> Callable[..., Any]:
             if transpose_B:
                 for j, k in T.Parallel(N, step):
                     b[k, j] = B[j, chunk * step + k]
-            else:
-                for k, j in T.Parallel(step, N):
-                    b[k, j] = B[chunk * step + k, j]
             for k in T.serial(step):
                 for i, j in T.Parallel(M, N):
-                    C[i, j] += a[k, i] * b[k, j]
+                    C[i, j] += a[k, i] * b[k if transpose_B else chunk * step + k, j]
 
     def tensor_core_gemm(
         A: Any, B: Any, C: Any, transpose_B: bool = False, clear: bool = False
@@ -85,7 +82,7 @@ def lay_out(lang: Language, dtype: str, threads: int, *tiles: Any) -> None:
 
     def spread(M: int, N: int) -> Any:
         rows = M * 16 // threads
-        vector = 4 if N % 64 == 0 else N // 16
+        vector = next(v for v in (4, 2, 1) if N // 16 % v == 0)
 
         def owner(i: Any, j: Any) -> tuple[Any, Any]:
             thread = i // rows * 16 + j // vector % 16
@@ -116,9 +113,12 @@ def make_row_dot(lang: Language) -> Callable[..., Any]:
     @T.macro
     def gpu_row_dot(A, B, out):
         rows, columns = A.shape
-        product = T.alloc_fragment((rows, columns), "float32")
-        for i, d in T.Parallel(rows, columns):
-            product[i, d] = T.cast(A[i, d], "float32") * T.cast(B[i, d], "float32")
+        product = T.alloc_fragment((rows, 32), "float32")  # every head dim is a multiple of 32
+        T.fill(product, 0)
+        for chunk in T.serial(columns // 32):
+            for i, d in T.Parallel(rows, 32):
+                a = T.cast(A[i, chunk * 32 + d], "float32")
+                product[i, d] += a * T.cast(B[i, chunk * 32 + d], "float32")
         T.reduce_sum(product, out, dim=1)
 
     return cpu_row_dot if lang.on_cpu else gpu_row_dot

@@ -309,10 +309,9 @@ def _bytes_on_chip(kernel: str, D: int, tiles, element_size: int) -> int:
     size *= element_size
     if kernel == "dkdv":
         size += 2 * M * 4 * stages  # statistics
-    if element_size == 4:
-        products = {"fwd": [(M, N), (M, D)], "dq": [(M, N)] * 2 + [(M, D)]}
-        products["dkdv"] = [(N, M)] * 2 + [(N, D)] * 2
-        size += sum(32 * (rows + columns + 8) * 4 for rows, columns in products[kernel])
+    if element_size == 4:  # what the products are made from, 32 of the inner dim at a time
+        first, second = {"fwd": (1, 1), "dkdv": (2, 2), "dq": (2, 1)}[kernel]
+        size += first * 32 * (M + N + 8) * 4 + second * streamed * (owned + 4) * 4
     return size
 
 
