@@ -352,6 +352,7 @@ def test_ctrl_c_ends_the_line_and_says_nothing(run, monkeypatch, capsys):
 
 def test_as_a_program_into_a_pipe_that_closes(run):
     args = [sys.executable, "-m", "minitx.generate", "--checkpoint", str(run), "--prompt", "abc"]
+    args += ["--kernel", "sdpa"]  # auto would say what it chose
     with subprocess.Popen(
         [*args, "--max_tokens", "3000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
