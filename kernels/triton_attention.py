@@ -31,8 +31,10 @@ import triton.language as tl
 from minitx.kernels.triton_attention_bwd import launch_bwd
 from minitx.kernels.triton_runtime import launching_on
 from minitx.kernels.triton_tiles import (
+    FLOAT32_PRODUCTS,
     Tiles,
     exp_scaled,
+    has_large_tiles,
     head_start,
     heads_per_wave,
     interpreter_tiles,
@@ -103,7 +105,7 @@ def attention_fwd(
     for MASKED in tl.static_range(2):  # first the bulk without a mask, then the rest with it
         for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
             k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            scores = tl.dot(q, tl.trans(k), input_precision=FLOAT32_PRODUCTS)  # [BLOCK_M, BLOCK_N]
             if MASKED:
                 visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -119,7 +121,7 @@ def attention_fwd(
             row_max = new_max
             row_sum = row_sum * rescale + tl.sum(p, 1)
             v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=FLOAT32_PRODUCTS)
             k_ptr += k_step
             v_ptr += v_step
 
@@ -135,17 +137,21 @@ def attention_fwd(
 
 
 def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """Tiles for the forward on q's device: what fits in shared memory, and was measured fastest."""
-    HEAD_DIM = padded_head_dim(q.shape[3])
+    """The forward's tiles: the fastest of those that fit on chip."""
     if q.device.type == "cpu":
         return interpreter_tiles(q, k)
-    if q.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32 and HEAD_DIM > 128:
+        return Tiles(16, 32, 8, 1)
+    if q.shape[2] <= 16:  # decoding: no more rows than tl.dot asks for
+        return Tiles(16, 32, 4, 2 if HEAD_DIM <= 128 else 1)
+    if is_float32:
+        return Tiles(64, 32, 8, 2) if HEAD_DIM <= 64 else Tiles(32, 32, 8, 1)
     if HEAD_DIM <= 64:
         return Tiles(128, 64, 4, 3)
     if HEAD_DIM <= 128:
         return Tiles(128, 64, 8, 2)
-    return Tiles(64, 32, 4, 2)
+    return Tiles(128, 64, 8, 2) if has_large_tiles(q.device.index) else Tiles(64, 32, 4, 2)
 
 
 def _fwd(
@@ -155,7 +161,7 @@ def _fwd(
     if q.device.type == "cpu" and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
-    B, Hq, Sq, D = q.shape
+    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     out = torch.empty_like(q)
     lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
@@ -174,11 +180,11 @@ def _fwd(
             out.stride(),
             scale,
             B * Hq,
-            heads_per_wave(k, Hq),
+            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
             Hq,
-            k.shape[1],
+            Hkv,
             Sq,
-            k.shape[2],
+            Skv,
             D=D,
             HEAD_DIM=padded_head_dim(D),
             IS_CAUSAL=is_causal,

@@ -5,8 +5,8 @@ With p = exp(scale * q k^T - lse), recomputed tile by tile (FlashAttention-2, se
     delta = rowsum(dout * out) - dlse        dv = p^T dout
     ds = p * (dout v^T - delta)              dq = scale * ds k        dk = scale * ds^T q
 
-Two kernels, no atomics: every run gives the same bits. The first also writes delta, which the
-second reads. Sums are float32; p and ds are rounded to the inputs' dtype before their products.
+Two kernels, no atomics: every run gives the same bits. The first also writes delta for the second.
+Sums are float32; p and ds are rounded to the inputs' dtype before their products.
 
 The second keeps its scores transposed, k q^T, so that p^T and ds^T come out as the left operands
 they have to be. Nothing is ever transposed on the left: Triton 3.4 to 3.7.0 miscompiles tl.dot on
@@ -22,8 +22,10 @@ import triton.language as tl
 
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
+    FLOAT32_PRODUCTS,
     Tiles,
     exp_scaled,
+    has_large_tiles,
     head_start,
     heads_per_wave,
     interpreter_tiles,
@@ -54,15 +56,19 @@ def _probabilities(scores, score_scale, lse, EXACT: tl.constexpr):
 
 
 @device_function
-def _without_empty_rows(lse):
-    """lse with +inf for -inf: the p of a row without keys is then 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+def _load_rows(ptr, n_rows, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(lse, delta) of the BLOCK_M queries at ptr; 0 past n_rows, where a mask undoes p and ds.
 
-
-@device_function
-def _load_row(ptr, mask, MASKED: tl.constexpr):
-    """lse or delta of a tile's queries; 0 for those past Sq, whose p the mask takes away."""
-    return tl.load(ptr, mask=mask, other=0.0) if MASKED else tl.load(ptr)
+    Side by side, they are one load of 8 bytes a query. Triton before 3.7 copies them once for each
+    thread that needs them, as a tile has more threads than queries: 8 bytes halve that.
+    """
+    queries = tl.arange(0, BLOCK_M)[:, None]
+    offsets = queries * 2 + tl.arange(0, 2)[None, :]
+    if MASKED:
+        pairs = tl.load(ptr + offsets, mask=queries < n_rows, other=0.0)
+    else:
+        pairs = tl.load(ptr + offsets)
+    return tl.split(pairs)
 
 
 @triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
@@ -74,7 +80,7 @@ def attention_bwd_dq(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
-    delta_ptr,
+    rows_ptr,
     dq_ptr,
     q_strides,
     k_strides,
@@ -100,7 +106,11 @@ def attention_bwd_dq(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """delta [B, Hq, Sq] (contiguous) and, if NEEDS_DQ, dq of BLOCK_M queries of one head."""
+    """The two floats a query that both kernels need, and if NEEDS_DQ dq, for BLOCK_M queries of a
+    head.
+
+    rows_ptr: [B, Hq, Sq, 2] float32, contiguous: lse (+inf in place of -inf) and delta.
+    """
     n_tiles = (Sq + BLOCK_M - 1) // BLOCK_M
     tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
     start_m = (n_tiles - 1 - tile) * BLOCK_M  # the last queries see most keys: they go first
@@ -118,7 +128,10 @@ def attention_bwd_dq(
         dlse = tl.load(dlse_ptr + rows_offset(queries, dlse_strides), mask=queries < Sq, other=0.0)
         delta -= dlse
     row = tl.cast(head, tl.int64) * Sq + queries
-    tl.store(delta_ptr + row, delta, mask=queries < Sq)
+    lse = tl.load(lse_ptr + row, mask=queries < Sq, other=0.0)  # [BLOCK_M]
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row without keys has p = 0
+    tl.store(rows_ptr + 2 * row, lse, mask=queries < Sq)
+    tl.store(rows_ptr + 2 * row + 1, delta, mask=queries < Sq)
 
     if NEEDS_DQ:
         q_ptr = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
@@ -126,8 +139,7 @@ def attention_bwd_dq(
         q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
         q, score_scale = signed(q, scale, SCALE_SIGN)
         EXACT: tl.constexpr = q.dtype == tl.float32
-        lse = _load_row(lse_ptr + row, queries < Sq, True)
-        lse = _without_empty_rows(lse)[:, None]  # [BLOCK_M, 1]
+        lse = lse[:, None]
         delta = delta[:, None]
 
         kv_head = head // (Hq // Hkv)
@@ -144,13 +156,17 @@ def attention_bwd_dq(
             for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
                 k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
                 v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-                dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+                scores = tl.dot(
+                    q, tl.trans(k), input_precision=FLOAT32_PRODUCTS
+                )  # [BLOCK_M, BLOCK_N]
+                dp = tl.dot(
+                    dout, tl.trans(v), input_precision=FLOAT32_PRODUCTS
+                )  # [BLOCK_M, BLOCK_N]
                 ds = _probabilities(scores, score_scale, lse, EXACT) * (dp - delta)
                 if MASKED:
                     visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     ds = tl.where(visible, ds, 0.0)
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=FLOAT32_PRODUCTS)
                 k_ptr += k_step
                 v_ptr += v_step
 
@@ -164,9 +180,8 @@ def attention_bwd_dkdv(
     q_ptr,
     k_ptr,
     v_ptr,
-    lse_ptr,
+    rows_ptr,
     dout_ptr,
-    delta_ptr,
     dk_ptr,
     dv_ptr,
     q_strides,
@@ -218,7 +233,7 @@ def attention_bwd_dkdv(
     for head in range(kv_head * group, (kv_head + 1) * group):
         q_head = head_start(q_ptr, head, Hq, q_strides)
         dout_head = head_start(dout_ptr, head, Hq, dout_strides)
-        row = tl.cast(head, tl.int64) * Sq
+        rows_head = rows_ptr + tl.cast(head, tl.int64) * Sq * 2
         for MASKED in tl.static_range(2):
             for i in range(0, n_masked if MASKED else n_bulk):
                 start_m = (first if MASKED else bulk_start) + i * BLOCK_M
@@ -229,21 +244,25 @@ def attention_bwd_dkdv(
                 q = load_tile(q_tile, q_offsets, Sq - start_m, D, MASKED)  # [BLOCK_M, HEAD_DIM]
                 dout_tile = dout_head + rows_offset(start_m, dout_strides)
                 dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
-                scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-                lse = _load_row(lse_ptr + row + queries, queries < Sq, MASKED)
-                p = _probabilities(scores, score_scale, _without_empty_rows(lse)[None, :], EXACT)
+                rows_tile = rows_head + start_m * 2
+                lse, delta = _load_rows(rows_tile, Sq - start_m, MASKED, BLOCK_M)  # [BLOCK_M]
+                scores = tl.dot(
+                    k, tl.trans(q), input_precision=FLOAT32_PRODUCTS
+                )  # [BLOCK_N, BLOCK_M]
+                p = _probabilities(scores, score_scale, lse[None, :], EXACT)
                 if MASKED:
                     visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     p = tl.where(visible, p, 0.0)
                 if NEEDS_DV:
-                    dv = tl.dot(p.to(q.dtype), dout, dv, input_precision="ieee")
+                    dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=FLOAT32_PRODUCTS)
                 if NEEDS_DK:
-                    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-                    delta = _load_row(delta_ptr + row + queries, queries < Sq, MASKED)
+                    dp = tl.dot(
+                        v, tl.trans(dout), input_precision=FLOAT32_PRODUCTS
+                    )  # [BLOCK_N, BLOCK_M]
                     ds = p * (dp - delta[None, :])
                     if MASKED:
                         ds = tl.where(visible, ds, 0.0)  # delta may be NaN
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLOAT32_PRODUCTS)
 
     if NEEDS_DK:
         dk_ptr = head_start(dk_ptr, kv_head, Hkv, dk_strides) + rows_offset(start_n, dk_strides)
@@ -256,27 +275,33 @@ def attention_bwd_dkdv(
 
 
 def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """Tiles of attention_bwd_dq on q's device."""
-    HEAD_DIM = padded_head_dim(q.shape[3])
+    """Tiles of attention_bwd_dq: the fastest of those that fit on chip."""
     if q.device.type == "cpu":
         return interpreter_tiles(q, k)
-    if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
-    if HEAD_DIM <= 128:
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32 and HEAD_DIM <= 64:
+        return Tiles(64, 32, 8, 2)
+    if is_float32:
+        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
+    if HEAD_DIM <= 64:
         return Tiles(128, 64, 8, 2)
-    return Tiles(64, 32, 4, 1)
+    if not has_large_tiles(q.device.index):
+        return Tiles(64, 64, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    return Tiles(128, 64, 8, 2) if HEAD_DIM <= 128 else Tiles(128, 32, 8, 1)
 
 
 def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """Tiles of attention_bwd_dkdv on q's device."""
-    HEAD_DIM = padded_head_dim(q.shape[3])
+    """Tiles of attention_bwd_dkdv: the fastest of those that fit on chip."""
     if q.device.type == "cpu":
         return interpreter_tiles(q, k)
-    if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
-    if HEAD_DIM <= 128:
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32:
+        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
+    if HEAD_DIM <= 64:
         return Tiles(64, 128, 8, 2)
-    return Tiles(32, 64, 4, 1)
+    if not has_large_tiles(q.device.index):
+        return Tiles(64, 64, 8, 1) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    return Tiles(64, 128, 8, 2) if HEAD_DIM <= 128 else Tiles(32, 64, 8, 1)
 
 
 def launch_bwd(
@@ -306,8 +331,10 @@ def launch_bwd(
         "SCALE_SIGN": scale_sign(scale),
         "enable_fp_fusion": False,
     }
-    delta = torch.empty_like(lse)
-    if q.numel() > 0 and (dq is not None or dk is not None):
+    if dq is None and dk is None and dv is None:
+        return
+    rows = torch.empty((B, Hq, Sq, 2), dtype=torch.float32, device=q.device)
+    if q.numel() > 0:
         tiles = dq_tiles(q, k)
         dq_out = q if dq is None else dq
         attention_bwd_dq[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
@@ -318,7 +345,7 @@ def launch_bwd(
             lse,
             dout,
             dlse,
-            delta,
+            rows,
             dq,
             q.stride(),
             k.stride(),
@@ -329,7 +356,7 @@ def launch_bwd(
             (0, 0, 0, 0) if dq is None else dq.stride(),
             scale,
             B * Hq,
-            heads_per_wave(k, Hq),
+            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
             Hq,
             Hkv,
             Sq,
@@ -347,9 +374,8 @@ def launch_bwd(
             q,
             k,
             v,
-            lse,
+            rows,
             dout,
-            delta,
             dk,
             dv,
             q.stride(),
@@ -360,7 +386,7 @@ def launch_bwd(
             dv_out.stride(),
             scale,
             B * Hkv,
-            heads_per_wave(k, Hkv),
+            heads_per_wave(2 * Sq * D * q.element_size() * (Hq // Hkv)),
             Hq,
             Hkv,
             Sq,

@@ -6,6 +6,7 @@ tile's first row are found in 64 bits; within a tile offsets have 32 bits, unles
 large (WIDE) that 256 rows or columns would exceed them.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from triton.language.extra import libdevice
 from minitx.kernels.triton_runtime import device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FLOAT32_PRODUCTS = tl.constexpr("ieee")  # never plain TF32, whatever PyTorch allows its own
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
@@ -186,6 +188,14 @@ def padded_head_dim(D: int) -> int:
     return max(16, triton.next_power_of_2(D))
 
 
+@functools.cache
+def has_large_tiles(device_index: int) -> bool:
+    """Whether a program may have 160 KiB of shared memory, as on A100, H100 and B200, and not only
+    the 99 KiB of other GPUs since Ampere."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return properties.shared_memory_per_block_optin >= 160 * 2**10
+
+
 def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """The interpreter pays by the operation, not by the element: the largest tiles of use."""
     BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))
@@ -208,8 +218,7 @@ def is_wide(*tensors: torch.Tensor) -> bool:
     return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
 
 
-def heads_per_wave(k: torch.Tensor, Hq: int) -> int:
-    """How many query heads go together, so that their keys and values take half of a large L2."""
-    Hkv, Skv, D = k.shape[1:]
-    one_head = 2 * Skv * D * k.element_size()
-    return max(1, L2_BYTES // max(1, one_head)) * max(1, Hq // max(1, Hkv))
+def heads_per_wave(head_bytes: int, group: int = 1) -> int:
+    """How many heads go at a time, in whole groups, where a group reads head_bytes over and over:
+    as many as leave half of a large L2 cache to the rest."""
+    return max(1, L2_BYTES // max(1, head_bytes)) * group

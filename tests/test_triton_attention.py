@@ -132,7 +132,7 @@ def test_heads_in_waves_of_any_size(small_tiles, device, monkeypatch, wave):
     # 5 x 3 heads: waves that divide them, that do not, and one for all.
     q, k, v = make_qkv(5, 3, 3, 40, 40, 16, device=device)
     expected = attention(q, k, v, kernel="triton")
-    monkeypatch.setattr(triton_attention, "heads_per_wave", lambda k, Hq: wave)
+    monkeypatch.setattr(triton_attention, "heads_per_wave", lambda *sizes: wave)
     assert torch.equal(attention(q, k, v, kernel="triton"), expected)
 
 
@@ -160,10 +160,9 @@ def test_scale_sign():
 
 
 def test_heads_per_wave_keeps_groups_whole_and_never_is_zero():
-    k = torch.empty(2, 3, 1 << 20, 256, dtype=torch.float32, device="meta")
-    assert heads_per_wave(k, 12) == 4  # one key head is too much, and still goes with its group
-    assert heads_per_wave(k[:, :, :0], 12) % 4 == 0
-    assert heads_per_wave(k[:, :0], 0) >= 1
+    assert heads_per_wave(1 << 40, 4) == 4  # one head is too much, and still goes with its group
+    assert heads_per_wave(0, 3) % 3 == 0
+    assert heads_per_wave(1 << 20) > 1
 
 
 class Launches:
@@ -194,7 +193,8 @@ def test_nothing_is_computed_for_gradients_not_asked_for(device, monkeypatch, ne
     out = attention(q, k, v, kernel="triton")
     if any(needs):
         out.sum().backward()
-    assert [call["NEEDS_DQ"] for call in dq.calls] == ([needs_dq] if needs_dq or needs_dk else [])
+    # The first also makes what the second reads.
+    assert [call["NEEDS_DQ"] for call in dq.calls] == ([needs_dq] if any(needs) else [])
     assert [(call["NEEDS_DK"], call["NEEDS_DV"]) for call in dkdv.calls] == (
         [(needs_dk, needs_dv)] if needs_dk or needs_dv else []
     )
@@ -325,9 +325,9 @@ def test_one_compilation_serves_every_length():
         q, k, v = make_qkv(1, 2, 2, S, S, 48, device="cuda", dtype=torch.float16)
         run_attention("triton", q, k, v, torch.randn_like(q), is_causal=True)
 
-    step(64)
+    step(64), step(16)
     before = compiled()
-    for S in (70, 77, 1, 16, 129, 1024):
+    for S in (70, 77, 1, 15, 129, 1024):
         step(S)
     assert compiled() == before
 
