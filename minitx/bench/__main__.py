@@ -10,6 +10,7 @@ COMMANDS = {
     "softmax": "row softmax, forward and backward, beside PyTorch, peers and copy bandwidth",
     "attention": "attention by length, forward, backward and both, beside peers",
     "train": "train.py by kernel, compiled or not, beside nanoGPT's model",
+    "table": "Markdown tables from the CSV files of the others, as in README.md",
 }
 
 USAGE = "usage: python -m minitx.bench {" + ",".join(COMMANDS) + "} [--help] [flags]"

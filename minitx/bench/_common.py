@@ -181,12 +181,15 @@ def refuse_to_overwrite(paths: Iterable[Path], overwrite: bool) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One column for each key of the first row; None becomes an empty cell."""
+    """One column for each key of the first row; None becomes an empty cell. What was there before
+    is replaced at once, so that a kill leaves one or the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+    partial.replace(path)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -74,8 +74,7 @@ class AttentionBenchConfig:
         dtype: float32, float16 or bfloat16; by default bfloat16 on a GPU, float32 on a CPU.
         passes: any of forward, backward, both; by default all.
         is_causal: each query reads the keys up to its own position, or all.
-        host_overhead: also time calls on tiny tensors, in eager mode and in a CUDA graph; by
-            default on a GPU.
+        host_overhead: on a GPU, also time calls on tiny tensors, eager and within a CUDA graph.
         budget_ms: milliseconds of measuring a result; by default 100 on a GPU.
         quick: fewer lengths, kernels and passes and shorter timing, where those are not given.
         timeout_s: seconds one kernel may take on one shape before it counts as hung.
@@ -95,7 +94,7 @@ class AttentionBenchConfig:
     dtype: str | None = None
     passes: list[str] = field(default_factory=list)
     is_causal: bool = True
-    host_overhead: bool | None = None
+    host_overhead: bool = True
     budget_ms: float | None = None
     quick: bool = False
     timeout_s: float = 180.0
@@ -148,8 +147,7 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
                 for seq_len in seq_lens
             ]
     cases.sort(key=lambda case: case.seq_len)
-    host_overhead = device == "cuda" if config.host_overhead is None else config.host_overhead
-    if host_overhead:
+    if device == "cuda" and config.host_overhead:
         cases.append(Case(1, 16, 1, 1, head_dims[0], dtype, config.is_causal, device, HOST_PASSES))
     return cases
 

@@ -107,7 +107,8 @@ class KernelOnCase:
                 text = " ".join(str(error).split())[:200] or type(error).__name__
                 reason = f"failed: {text}"
             self.status |= dict.fromkeys(self.left(passes), reason)
-        common.free_memory(self.case.device)
+            error.__traceback__ = None  # it holds tensors
+            common.free_memory(self.case.device)
 
     def check(self, truth: Truth) -> None:
         """First calls, correctness and memory. A pass whose result is wrong is not timed."""

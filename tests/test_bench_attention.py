@@ -1,0 +1,353 @@
+"""python -m minitx.bench attention: what it writes, checks and refuses. Its figures are no test."""
+
+import csv
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import worker_targets
+
+from minitx.bench import __main__ as bench
+from minitx.bench import attention as attention_bench
+from minitx.bench import attention_check, attention_measure
+from minitx.bench.attention import AttentionBenchConfig, make_cases, measure_all
+from minitx.bench.attention_measure import KernelOnCase, Skips, add_ratios, measure_case
+from minitx.bench.attention_report import STYLES
+from minitx.bench.attention_variants import HOST_PASSES, KERNELS, Case, Variant, make_variant
+from minitx.bench.processes import WorkerDied, run_worker
+from minitx.kernels import attention
+from minitx.testing import make_qkv, oracle_attention, run_attention
+
+CASE = Case(2, 6, 2, 1, 4, "float32", True, "cpu")
+
+
+def measure(case, *kernels, skips=None):
+    """{(kernel, pass): row}"""
+    rows = measure_case(lambda message: None, case, kernels, skips or Skips(), budget_ms=1.0)
+    return {(r["kernel"], r["pass"]): r for r in rows}
+
+
+def read(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# -- one case ------------------------------------------------------------------------------------
+
+
+def test_flops():
+    # 2 batches, 3 heads, 8 x 8 scores, 4 wide, 2 products of 2 operations: 6144.
+    full = Case(2, 8, 3, 3, 4, "float32", False, "cpu")
+    assert [full.flops(name) for name in full.passes] == [6144, 15360, 21504]
+    causal = replace(full, is_causal=True)
+    assert [causal.flops(name) for name in causal.passes] == [3072, 7680, 10752]
+    assert causal.flops("host forward") is None
+
+
+def test_rows_are_checked_timed_and_set_in_relation():
+    rows = measure(CASE, "eager", "sdpa", "triton-softmax")
+    assert len(rows) == 9
+    for (_, name), r in rows.items():
+        assert r["status"] == "ok"
+        assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+        assert r["tflop_per_s"] == pytest.approx(CASE.flops(name) / r["median_ms"] / 1e9)
+        assert 0 <= r["max_error"] <= r["error_budget"] < 1e-4
+        assert r["first_call_s"] > 0
+        peers = [rows[peer, name]["median_ms"] for peer in ("eager", "sdpa")]
+        assert r["vs_sdpa"] == pytest.approx(peers[1] / r["median_ms"])
+        assert r["vs_best_peer"] == pytest.approx(min(peers) / r["median_ms"])
+
+
+def test_no_ratio_without_the_row_it_stands_on():
+    rows = [
+        {"kernel": "sdpa", "pass": "forward", "status": "failed: x", "median_ms": None},
+        {"kernel": "triton", "pass": "forward", "status": "ok", "median_ms": 2.0},
+    ]
+    add_ratios(rows)
+    assert (rows[1]["vs_sdpa"], rows[1]["vs_best_peer"]) == (None, None)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_blocks_give_what_the_whole_gives(monkeypatch, is_causal):
+    monkeypatch.setattr(attention_check, "BLOCK_ELEMENTS", 3 * 11 * 2)  # 3 queries of 11
+    q, k, v = make_qkv(1, 2, 1, 11, 11, 4)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
+    whole = {
+        "oracle": oracle_attention(q, k, v, dout, is_causal=is_causal),
+        "eager": run_attention("eager", q, k, v, dout, is_causal=is_causal, return_lse=False),
+    }
+    for how, tolerance in (("oracle", 1e-12), ("eager", 1e-5)):
+        blocks = attention_check.in_blocks(how, q, k, v, dout, is_causal=is_causal)
+        for name in ("out", "dq", "dk", "dv"):
+            got, want = getattr(blocks, name), getattr(whole[how], name)
+            torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is a little too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout * 1.01
+
+
+class NoGradient(WrongGradient):
+    @staticmethod
+    def backward(ctx, dout):
+        raise RuntimeError("no luck\nat all")
+
+
+def broken(call, monkeypatch):
+    """Makes `call` the kernel under the name triton."""
+
+    def make(kernel, case):
+        return Variant(call) if kernel == "triton" else make_variant(kernel, case)
+
+    monkeypatch.setattr(attention_measure, "make_variant", make)
+
+
+def right(q, k, v):
+    return attention(q, k, v, kernel="eager")
+
+
+def off_in_one_element(q, k, v):
+    out = right(q, k, v).clone()
+    out[-1, -1, -1, -1] += 1e-4  # the last head of the last batch, at the last position
+    return out
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong_tensor"),
+    [
+        (off_in_one_element, "out"),
+        (lambda q, k, v: attention(q, k, v, kernel="eager", is_causal=False), "out"),
+        (lambda q, k, v: right(WrongGradient.apply(q), k, v), "dq"),
+        (lambda q, k, v: right(q, WrongGradient.apply(k), v), "dk"),
+        (lambda q, k, v: right(q, k, WrongGradient.apply(v)), "dv"),
+    ],
+    ids=["one element", "not causal", "dq", "dk", "dv"],
+)
+def test_a_wrong_result_is_not_timed(monkeypatch, call, wrong_tensor):
+    broken(call, monkeypatch)
+    rows = measure(CASE, "sdpa", "triton")
+    for name in CASE.passes:
+        r = rows["triton", name]
+        if name == "forward" and wrong_tensor != "out":
+            assert r["status"] == "ok"
+        else:
+            assert r["status"].startswith(f"wrong: {wrong_tensor} errs by ")
+            assert (r["median_ms"], r["tflop_per_s"]) == (None, None)
+        assert rows["sdpa", name]["status"] == "ok"
+
+
+def test_what_fails_is_a_row_and_no_more_than_that(monkeypatch):
+    broken(lambda q, k, v: right(NoGradient.apply(q), k, v), monkeypatch)
+    rows = measure(CASE, "triton", "sdpa", "fa3", skips={(CASE, "sdpa"): "failed: it crashed"})
+    statuses = {key: r["status"] for key, r in rows.items()}
+    assert statuses == {
+        ("triton", "forward"): "ok",
+        ("triton", "backward"): "failed: no luck at all",
+        ("triton", "both"): "failed: no luck at all",
+        **{("sdpa", name): "failed: it crashed" for name in CASE.passes},
+        **{("fa3", name): "it runs on GPUs only" for name in CASE.passes},
+    }
+    assert rows["triton", "forward"]["vs_sdpa"] is None
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def no_memory(q, k, v):
+        raise torch.OutOfMemoryError("CUDA out of memory. CUDA error: never mind")
+
+    broken(no_memory, monkeypatch)
+    assert {r["status"] for r in measure(CASE, "triton").values()} == {"out of memory"}
+
+
+def test_an_error_of_the_device_ends_the_process(monkeypatch):
+    """Nothing that comes after it can be trusted."""
+
+    def illegal(q, k, v):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    broken(illegal, monkeypatch)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure(CASE, "triton")
+
+
+def test_host_overhead():
+    rows = measure(replace(CASE, passes=HOST_PASSES), "sdpa")
+    for name in ("host forward", "host both"):
+        assert rows["sdpa", name]["status"] == "ok"
+        assert 0 < rows["sdpa", name]["median_ms"] < 100
+        assert rows["sdpa", name]["tflop_per_s"] is None
+    assert rows["sdpa", "graph forward"]["status"] == "CUDA graphs need a GPU"
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_worker_sends_and_ends():
+    assert list(run_worker(worker_targets.sends_two, (1, ["x"]), 60)) == [1, ["x"]]
+
+
+@pytest.mark.parametrize(
+    ("target", "timeout_s", "message"),
+    [
+        (worker_targets.raises, 60, "^KeyError: 'no such.*key'$"),
+        (worker_targets.exits, 60, "^ended by exit 7$"),
+        (worker_targets.is_killed, 60, "^ended by signal 9$"),
+        (worker_targets.hangs, 5, "^nothing heard for 5 s$"),
+    ],
+)
+def test_a_worker_that_dies_says_how(target, timeout_s, message):
+    worker = run_worker(target, (), timeout_s)
+    heard = next(worker)
+    with pytest.raises(WorkerDied, match=message):
+        next(worker)
+    if isinstance(heard, int):  # its process id
+        with pytest.raises(ProcessLookupError):
+            os.kill(heard, 0)
+
+
+def test_a_crash_costs_one_kernel_and_no_other(monkeypatch):
+    """`bad` crashes on every shape it is tried on; the reference on the third shape."""
+    cases = [replace(CASE, seq_len=n) for n in (1, 2, 3, 4, 5)]
+    tried = []
+
+    def worker(target, arguments, timeout_s):
+        todo, kernels, skips, _ = arguments
+        for case in todo:
+            yield "doing", "reference"
+            if case.seq_len == 3:
+                raise WorkerDied("no reference")
+            for kernel in kernels:
+                if (case, kernel) not in skips:
+                    tried.append((case.seq_len, kernel))
+                    yield "doing", kernel
+                    if kernel == "bad":
+                        raise WorkerDied("boom")
+            results = {k: KernelOnCase(k, case, skips.get((case, k), "done")) for k in kernels}
+            yield "rows", [row for one in results.values() for row in one.rows()]
+
+    monkeypatch.setattr(attention_bench, "run_worker", worker)
+    batches = list(measure_all(cases, ["good", "bad", "last"], 1.0, 1.0))
+    found = {(r["seq_len"], r["kernel"]): r["status"] for rows in batches for r in rows}
+    gave_up = "failed: crashed on 2 shapes before"
+    for length, bad in ((1, "failed: boom"), (2, "failed: boom"), (4, gave_up), (5, gave_up)):
+        assert found[length, "good"] == found[length, "last"] == "done"
+        assert found[length, "bad"] == bad
+    assert {found[3, kernel] for kernel in ("good", "bad", "last")} == {"failed: no reference"}
+    assert [one for one in tried if one[1] == "bad"] == [(1, "bad"), (2, "bad")]
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def run(tmp_path, *flags):
+    return bench.main(["attention", "--device", "cpu", "--out_dir", str(tmp_path), *flags])
+
+
+def test_csv_tables_and_picture(tmp_path, capsys):
+    shapes = ["--seq_lens", "4,6", "--tokens=12", "--heads", "2", "--head_dims=4", "--groups=1,2"]
+    flags = [*shapes, "--kernels", "eager,sdpa,sdpa-flash", "--budget_ms=1", "--label", "mine"]
+    assert run(tmp_path, *flags) == 0
+    rows = read(tmp_path / "attention.csv")
+    columns = ("kernel", "pass", "batch", "seq_len", "q_heads", "kv_heads")
+    found = {tuple(r[column] for column in columns) for r in rows}
+    assert found == {
+        (kernel, name, batch, length, "2", kv_heads)
+        for kernel in ("eager", "sdpa", "sdpa-flash")
+        for name in ("forward", "backward", "both")
+        for batch, length in (("3", "4"), ("2", "6"))
+        for kv_heads in ("1", "2")
+    }
+    assert len(rows) == len(found)
+    for r in rows:
+        assert (r["status"] == "ok") == (r["kernel"] != "sdpa-flash")
+        assert (r["torch"], r["label"]) == (torch.__version__, "mine")
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "backward, D 4, 2 : 1 heads, float32, causal: TFLOP/s" in out
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
+
+    # The picture and the tables are drawn from the CSV alone.
+    (tmp_path / "attention.png").unlink()
+    assert run(tmp_path, "--plot", str(tmp_path / "attention.csv")) == 0
+    assert (tmp_path / "attention.png").exists()
+    again = capsys.readouterr().out
+    assert again.splitlines()[:-1] == out.splitlines()[1:-1]
+
+    assert run(tmp_path, *flags) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    assert read(tmp_path / "attention.csv") == rows
+
+
+def test_a_failure_of_this_projects_kernels_is_the_commands(tmp_path, monkeypatch):
+    failing = ["sdpa"]
+
+    def all_rows(cases, kernels, budget_ms, timeout_s):
+        for case in cases:
+            reasons = {k: "failed: boom" if k in failing else "out of memory" for k in kernels}
+            yield [row for k in kernels for row in KernelOnCase(k, case, reasons[k]).rows()]
+
+    monkeypatch.setattr(attention_bench, "measure_all", all_rows)
+    flags = ["--kernels", "sdpa,triton", "--overwrite"]
+    assert run(tmp_path, *flags) == 0  # a peer's failure, or memory, is no fault of ours
+    failing.append("triton")
+    assert run(tmp_path, *flags) == 3
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_shapes_of_a_gpu(quick):
+    *cases, host = make_cases(AttentionBenchConfig(quick=quick), "cuda")
+    lengths = [1024, 4096, 16384] if quick else [512 * 2**i for i in range(8)]
+    assert [(c.seq_len, c.head_dim) for c in cases] == [(S, D) for S in lengths for D in (64, 128)]
+    for c in cases:
+        assert c.batch * c.seq_len == max(16384, c.seq_len)
+        assert (c.q_heads, c.kv_heads) == ((32, 32) if c.head_dim == 64 else (16, 16))
+        assert (c.dtype, c.is_causal) == ("bfloat16", True)
+        assert c.passes == (("forward", "backward") if quick else ("forward", "backward", "both"))
+    assert host.passes == HOST_PASSES
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kernels", "fast"], "--kernels: unknown 'fast'; expected any of eager, sdpa"),
+        (["--dtype", "int8"], "--dtype: unknown 'int8'"),
+        (["--passes", "sideways"], "--passes: unknown 'sideways'"),
+        (["--seq_lens", "8,0"], "--seq_lens must be 1 or more, got 0"),
+        (["--heads", "0"], "--heads must be 1 or more, got 0"),
+        (["--groups", "3"], "--groups 3 does not divide"),
+        (["--plot", "nowhere.csv"], "nowhere.csv"),
+        (["--kernle", "sdpa"], "unrecognized arguments: --kernle"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, flags, message):
+    assert run(tmp_path, *flags) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("minitx.bench attention: error: ")
+
+
+def test_every_kernel_has_a_line_of_its_own():
+    assert set(STYLES) == set(KERNELS)
+    assert len({style[:2] for style in STYLES.values()}) == len(STYLES)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    kernels = ["eager", "sdpa", "sdpa-flash", "sdpa-efficient", "flex", "triton", "tilelang"]
+    flags = ["--seq_lens", "256,1000", "--tokens", "2000", "--head_dims", "64", "--heads", "4"]
+    out = ["--out_dir", str(tmp_path), "--groups=1,4", "--budget_ms", "5"]
+    assert bench.main(["attention", *flags, *out, "--kernels", ",".join(kernels)]) == 0
+    rows = read(tmp_path / "attention.csv")
+    for r in rows:
+        if r["kernel"] in ("eager", "sdpa", "triton", "tilelang"):
+            assert r["status"] == "ok"
+            assert r["pass"] in HOST_PASSES or float(r["peak_gib"]) > 0
