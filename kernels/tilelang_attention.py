@@ -5,8 +5,8 @@ the sum of exponentials. Scores never reach memory: keys and values stream past 
 queries (`tilelang_attention_fwd.py`), and again in the backward, which recomputes the
 probabilities from lse (`tilelang_attention_bwd.py`).
 
-A kernel is compiled for each dtype, `is_causal` and width of head (HEAD_DIMS; others are padded on
-chip), never for a length: sizes and strides are run-time arguments.
+A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
+strides are run-time arguments. Heads are padded on chip to the next of HEAD_DIMS.
 
 On a GPU tiles are fetched in whole rows, by TMA where there is one: rows must be contiguous and
 start at multiples of 16 bytes. That is so of contiguous tensors, of [B, S, H, D] transposed, of
@@ -51,21 +51,26 @@ def tilelang_attention(
     return _attention_fwd(q, k, v, is_causal, scale)
 
 
-def _in_rows(t: torch.Tensor) -> torch.Tensor:
-    """t [B, H, S, D] as a kernel can fetch it: t or a view of it, or a copy where t's rows are not
-    contiguous and aligned."""
+def _is_fetchable(t: torch.Tensor) -> bool:
+    """Whether TMA can fetch the rows of t [B, H, S, D]: contiguous, aligned, none repeated."""
+    strides = [t.stride(dim) * t.element_size() for dim in range(3) if t.shape[dim] > 1]
+    aligned = all(stride > 0 and stride % ALIGNMENT == 0 for stride in strides)
+    return aligned and t.stride(3) == 1 and t.data_ptr() % ALIGNMENT == 0
+
+
+def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
+    """t as a kernel can take it: a view of it, or in its place aligned memory, with t's values if
+    they are to be kept."""
     if t.device.type == "cpu":
         return t
     unit = ALIGNMENT // t.element_size()
-    strides = [t.stride(dim) for dim in range(3) if t.shape[dim] > 1]
-    aligned = t.data_ptr() % ALIGNMENT == 0 and all(s > 0 and s % unit == 0 for s in strides)
     width = -(-t.shape[3] // unit) * unit
-    if not aligned or t.stride(3) != 1:
+    if not _is_fetchable(t):
         rows = t.new_empty((*t.shape[:3], width))[..., : t.shape[3]]
-        return rows.copy_(t)
+        return rows.copy_(t) if keep else rows
     # A dim of one may have any stride, which TMA would check all the same.
-    usable = [t.stride(dim) if t.shape[dim] > 1 else width for dim in range(3)]
-    return t.as_strided(t.shape, (*usable, 1))
+    strides = [t.stride(dim) if t.shape[dim] > 1 else width for dim in range(3)]
+    return t.as_strided(t.shape, (*strides, 1))
 
 
 def _without_repeats(t: torch.Tensor) -> torch.Tensor:
@@ -73,11 +78,11 @@ def _without_repeats(t: torch.Tensor) -> torch.Tensor:
     for dim in (0, 1):
         if t.stride(dim) == 0:
             t = t.narrow(dim, 0, 1)
-    return _in_rows(t)
+    return _as_rows(t)
 
 
 def _key(t: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3], t.device)}
+    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3], t.dtype)}
 
 
 def _fwd(
@@ -91,11 +96,11 @@ def _fwd(
         return out, lse
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    out_rows = _in_rows(out)
+    out_rows = _as_rows(out, keep=False)
     tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
     key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
     get_kernel(build_attention_fwd, q.device, **key)(
-        _in_rows(q),
+        _as_rows(q),
         _without_repeats(k),
         _without_repeats(v),
         out_rows,
@@ -132,7 +137,10 @@ def _bwd(
     grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
     if q.numel() == 0 or k.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
-    rows = [_in_rows(grad) if needed else grad for grad, needed in zip(grads, needs, strict=True)]
+    rows = [
+        _as_rows(grad, keep=False) if needed else grad
+        for grad, needed in zip(grads, needs, strict=True)
+    ]
     _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, *rows)
     for grad, row in zip(grads, rows, strict=True):
         if row.data_ptr() != grad.data_ptr():
@@ -145,7 +153,7 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
     Sq, D = q.shape[2:]
     key = _key(q)
     stats = lse.new_empty((*lse.shape[:2], 2, -(-Sq // STATS_TILE) * STATS_TILE))
-    q_rows, dout_rows = _in_rows(q), _in_rows(dout)
+    q_rows, dout_rows = _as_rows(q), _as_rows(dout)
     k_rows, v_rows = _without_repeats(k), _without_repeats(v)
     factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]), scale)
 
@@ -154,7 +162,7 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
         return get_kernel(build, q.device, **key, IS_CAUSAL=is_causal, **flags, **tiles._asdict())
 
     get_kernel(build_attention_bwd_stats, q.device, **key, WITH_DLSE=dlse is not None)(
-        _in_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
+        _as_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
     )
     if needs[1] or needs[2]:
         with_dk, with_dv = needs[1:]

@@ -39,8 +39,7 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
     """stats [B, Hq, 2, S] float32 from out and dout [B, Hq, Sq, D] and lse and dlse [B, Hq, Sq]:
     stats[:, :, 0] is lse in base b, stats[:, :, 1] is delta. S >= Sq; dlse is read if WITH_DLSE.
 
-    Rows with no key, and those from Sq to S, get lse +inf and delta 0: p is 0 there whatever
-    the scores are, and the kernels that read this need no mask for them.
+    A row that sees nothing gets lse +inf and delta 0, so that p, and what is made of it, is 0.
     """
     import tilelang.language as T
 
@@ -77,7 +76,7 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
                 for i in lang.each(BLOCK_M):
                     delta[i] -= row_dlse[i]
             for i in lang.each(BLOCK_M):
-                has_key = (tile * BLOCK_M + i < Sq) & (row_lse[i] != -plus_inf)
+                has_key = row_lse[i] != -plus_inf
                 delta[i] = T.if_then_else(has_key, delta[i], 0.0)
                 row_lse[i] = T.if_then_else(has_key, row_lse[i] * base.log_e, plus_inf)
             T.copy(row_lse, stats[batch, head, 0, rows])
