@@ -8,7 +8,6 @@ the kernel fails parity; 4 where a later token moved an earlier loss, which stop
 Ctrl-C, with what was finished printed and written.
 """
 
-import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -50,8 +49,6 @@ EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_CAUSAL = 4
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
-# Windows are run together up to so many tokens: enough to fill a GPU, and little memory for eager.
-BATCH_TOKENS = 16_384
 # The paired curve goes to the longest context that has so many places in the text.
 MIN_PAIRED_BLOCKS = 8
 
@@ -77,7 +74,7 @@ def evaluate(config: EvalConfig) -> int:
     tokenizer = checkpoint_tokenizer(checkpoint, config.data.tokenizer)
     check_vocabulary(tokenizer.vocab_size, model, checkpoint)
     lengths = config.lengths(model.config.max_seq_len)
-    run = Evaluation(config, model, How(device, dtype, prefill_chunk=config.prefill_chunk))
+    run = Evaluation(config, model, How(device, dtype, config.batch_size, config.prefill_chunk))
     run.report |= {
         "checkpoint": str(checkpoint),
         "step": state.get("step"),
@@ -150,10 +147,6 @@ class Evaluation:
         own = [row["status"] for row in done if row["kernel"] == self.config.kernel]
         return 0 if "ok" in own else EXIT_OUT_OF_MEMORY
 
-    def batched(self, length: int) -> How:
-        size = self.config.batch_size or max(1, BATCH_TOKENS // length)
-        return dataclasses.replace(self.how, batch_size=size)
-
     def attempt(self, run: Callable[[], Result]) -> Result | None:
         """What `run` gives, or None where memory ends. The run goes on with memory given back."""
         try:
@@ -216,6 +209,8 @@ class Evaluation:
             self.save()
         if paired:
             self.paired(paired, text.documents)
+        elif self.config.paired_targets:
+            self.bar.write("no paired curve: no document is long enough for two contexts")
 
     def score(
         self,
@@ -233,9 +228,7 @@ class Evaluation:
             self.probe(kernel, longest[: min(length, self.config.probe_tokens) + 1])
         reset_peak_memory(self.how.device)
         scores = self.attempt(
-            lambda: score_windows(
-                self.model, documents, windows, self.batched(length), self.bar.update
-            )
+            lambda: score_windows(self.model, documents, windows, self.how, self.bar.update)
         )
         row: dict[str, Any] = {
             "kernel": kernel,
@@ -272,8 +265,9 @@ class Evaluation:
     ) -> None:
         kernel, baseline = self.kernels
         sample = sample_windows(windows, self.config.oracle_tokens)
-        how = self.batched(length)
-        errors = self.attempt(lambda: sample_errors(self.model, kernel, documents, sample, how))
+        errors = self.attempt(
+            lambda: sample_errors(self.model, kernel, documents, sample, self.how)
+        )
         if errors is None:
             self.bar.write(
                 f"no parity at context {length}: its truth ran out of memory; "
@@ -285,7 +279,7 @@ class Evaluation:
             kernel=kernel,
             baseline=baseline,
             context_length=length,
-            how=how,
+            how=self.how,
             sample=sample,
             errors=errors,
             kernel_scores=kernel_scores,
@@ -312,9 +306,8 @@ class Evaluation:
         losses: list[np.ndarray] = []
         for context, windows in plan.items():
             self.bar.set_description(f"paired {context}")
-            how = self.batched(context)
             scores = self.attempt(
-                lambda w=windows, h=how: score_windows(self.model, documents, w, h, self.bar.update)
+                lambda w=windows: score_windows(self.model, documents, w, self.how, self.bar.update)
             )
             if scores is None:
                 break

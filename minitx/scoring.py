@@ -28,7 +28,7 @@ class How:
 
     device: torch.device
     dtype: torch.dtype  # autocast to it if it has 16 bits; else the model's own
-    batch_size: int = 1  # windows at a time
+    batch_size: int | None = None  # windows at a time; None: what holds windows.BATCH_TOKENS
     prefill_chunk: int | None = None  # tokens at a time, over a key/value cache; None: all
 
     @property

@@ -17,6 +17,9 @@ shifts inside it loses one target a window. Here the target x[end] lies outside 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+# Enough to fill a GPU at once, and little memory for eager attention.
+BATCH_TOKENS = 16_384
+
 
 class Window(NamedTuple):
     """Reads x[begin:end] of a document and counts the targets x[first] .. x[end]."""
@@ -120,9 +123,16 @@ def paired_windows(
     }
 
 
-def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[int]]:
+def batches(windows: Sequence[Window], batch_size: int | None) -> Iterator[list[int]]:
     """Indices of windows to run together, longest first, so that little is padded and what does
-    not fit in memory shows at once."""
+    not fit in memory shows at once.
+
+    batch_size: windows at a time; None: as many as hold BATCH_TOKENS tokens, one at least.
+    """
     order = sorted(range(len(windows)), key=lambda i: -windows[i].read)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    start = 0
+    while start < len(order):
+        longest = max(1, windows[order[start]].read)
+        size = batch_size or max(1, BATCH_TOKENS // longest)
+        yield order[start : start + size]
+        start += size

@@ -23,6 +23,7 @@ from minitx.testing import error_budget
 from minitx.tokenizer import ByteTokenizer, train_bpe
 from minitx.windows import (
     Window,
+    batches,
     check_stride,
     corpus_windows,
     paired_contexts,
@@ -137,6 +138,14 @@ def test_paired_windows_show_the_same_targets_with_every_context():
         targets |= block
     assert {document for document, _ in targets} == {0, 3}
     assert not any(paired_windows([64], [8, 64], 100).values())
+
+
+def test_batches_hold_a_number_of_windows_or_of_tokens():
+    reads = [5000, 20000, 7000, 10, 9000, 10]
+    windows = [Window(0, 0, read, 1) for read in reads]
+    assert list(batches(windows, 4)) == [[1, 4, 2, 0], [3, 5]]
+    # 16,384 tokens with what is padded: 9000 alone, 2 x 7000, then all that is left.
+    assert list(batches(windows, None)) == [[1], [4], [2, 0], [3, 5]]
 
 
 # -- losses -------------------------------------------------------------------------------------
