@@ -63,7 +63,8 @@ class TrainBenchConfig:
         peers: any of nanogpt-sdpa, nanogpt-flash, nanogpt-eager: nanoGPT's model of the same size,
             compiled, on random tokens; or none. By default all on a GPU, none without one.
         shapes: batch x context, as 32x1024,4x8192; by default what the config says.
-        compile: with torch.compile, without it, or both (peers then run with it).
+        compile: with torch.compile (true), without it (false), or both, where peers run with it
+            only; by default both on a GPU, false without one.
         max_steps: steps a run trains.
         compare_steps: steps of the parity comparison before it; 0 skips it.
         extra_args: more arguments for train.py, in one string: --extra_args="--seed=1".
@@ -78,7 +79,7 @@ class TrainBenchConfig:
     kernels: list[str] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    compile: Literal["both", "true", "false"] = "both"
+    compile: Literal["both", "true", "false"] | None = None
     max_steps: int = 30
     compare_steps: int = 5
     extra_args: str = ""
@@ -286,7 +287,9 @@ def run(config: TrainBenchConfig) -> int:
     if not (ROOT / "train.py").is_file():
         raise ValueError(f"there is no train.py in {ROOT}; run from a checkout of the project")
     shapes = [parse_shape(text) for text in config.shapes] or [own_shape(config, device)]
-    compiles = {"both": [False, True], "true": [True], "false": [False]}[config.compile]
+    compiles = {"both": [False, True], "true": [True], "false": [False]}[
+        config.compile or ("both" if device == "cuda" else "false")
+    ]
     runs = [
         (variant, read_train_config(config, device, variant))
         for shape in shapes
