@@ -142,8 +142,8 @@ def closing_lines(report: dict[str, Any]) -> list[str]:
     if report["passkey"]:
         digits = report["config"]["passkey"]["digits"]
         lines.append(
-            f"a model that knows nothing of the key pays {digits * math.log(10):.3f} nats for its "
-            f"{digits} digits"
+            f"a model that knows {digits} digits come, and not which, pays "
+            f"{digits * math.log(10):.3f} nats"
         )
     return lines
 

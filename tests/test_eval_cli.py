@@ -438,7 +438,7 @@ def test_passkey(run_folder, tmp_path, capsys):
     assert all(r["trials"] == 2 and r["accuracy"] == 0 and r["nats"] > 5 for r in rows)
     for ours, theirs in ((0, 2), (1, 3)):
         assert rows[ours]["nats"] == pytest.approx(rows[theirs]["nats"], abs=1e-3)
-    assert "pays 11.513 nats for its 5 digits" in capsys.readouterr().out
+    assert "5 digits come, and not which, pays 11.513 nats" in capsys.readouterr().out
     assert (out / "eval.png").exists()
 
 
