@@ -68,6 +68,8 @@ def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
     if not _is_fetchable(t):
         rows = t.new_empty((*t.shape[:3], width))[..., : t.shape[3]]
         return rows.copy_(t) if keep else rows
+    if 1 not in t.shape[:3]:
+        return t
     # A dim of one may have any stride, which TMA would check all the same.
     strides = [t.stride(dim) if t.shape[dim] > 1 else width for dim in range(3)]
     return t.as_strided(t.shape, (*strides, 1))
