@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from minitx import eval_report
 from minitx.checkpoint import find_checkpoint
-from minitx.cli import EXIT_PARITY_FAILED
+from minitx.cli import EXIT_OUT_OF_MEMORY, EXIT_PARITY_FAILED
 from minitx.eval_config import EvalConfig
 from minitx.eval_data import EvalText, checkpoint_tokenizer, load_text
 from minitx.eval_parity import judge, sample_errors, sample_windows
@@ -45,7 +45,6 @@ from minitx.scoring import Documents, How, Scores, causality_leak, score_windows
 from minitx.trainer import resolve_device, resolve_dtype
 from minitx.windows import Window, corpus_windows, paired_contexts, paired_windows
 
-EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_CAUSAL = 4
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 

@@ -194,7 +194,9 @@ def test_no_tokens(kernel, device):
 
 @pytest.mark.parametrize("bad", [-1, 53, -101])
 @pytest.mark.parametrize("kernel", ["reference", "eager", *KERNELS])
-def test_a_target_outside_of_the_vocabulary_is_refused_on_a_cpu(kernel, bad):
+def test_a_target_outside_of_the_vocabulary_is_refused_on_a_cpu(kernel, bad, device):
+    if kernel == "triton" and device != "cpu":
+        pytest.skip("on a machine with a GPU the interpreter is off")
     hidden, weight, targets = make()
     targets[7] = bad
     with pytest.raises(ValueError, match=f"from 0 to 52, or -100 .* got {bad}"):
