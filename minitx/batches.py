@@ -6,6 +6,7 @@ once an epoch.
 """
 
 import mmap
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -33,13 +34,14 @@ class BatchStream:
     world_size * batch_size. So a state says how many windows were consumed by all, and may be
     loaded with another batch size or number of ranks.
 
-    A thread reads the next batch while the caller computes on the last. For a CUDA device it lies
-    in pinned memory and is copied on the caller's current stream without waiting.
+    A thread reads the next `read_ahead` batches while the caller computes on the last. For a CUDA
+    device they lie in pinned memory and are copied on the caller's current stream without waiting.
 
     Args:
         tokens: 1-D integers, a memory map or an array; at least seq_len + 1 of them.
         seed: of the order; any int.
         device: where the batches go.
+        read_ahead: batches to keep ready: as many as the caller takes at once.
 
     Raises ValueError for sizes that are not positive and for fewer tokens than a window.
     """
@@ -52,6 +54,7 @@ class BatchStream:
         *,
         seed: int,
         device: torch.device | str = "cpu",
+        read_ahead: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -71,17 +74,17 @@ class BatchStream:
         self._position = 0  # windows of this epoch that all ranks together have consumed
         self._order: tuple[int, int, np.ndarray] | None = None  # seed, epoch, starts: the worker's
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minitx-batches")
-        self._ahead: Future[torch.Tensor] | None = None
+        self._read_ahead = max(1, read_ahead)
+        self._ahead: deque[Future[torch.Tensor]] = deque()
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch: inputs and targets, both contiguous."""
-        if self._ahead is None:
-            self._ahead = self._read_ahead()
-        batch = self._ahead.result()
+        self._fill()
+        batch = self._ahead.popleft().result()
         consumed = self._position + self._batch_size * self._world_size
         self._epoch += consumed // self._n_windows
         self._position = consumed % self._n_windows
-        self._ahead = self._read_ahead()
+        self._fill()
         inputs, targets = batch.to(self._device, non_blocking=True).unbind(0)
         return inputs, targets
 
@@ -108,10 +111,14 @@ class BatchStream:
             )
         self._seed = state["seed"]
         self._epoch, self._position = state["epoch"], state["position"]
-        self._ahead = None
+        self._ahead.clear()
 
-    def _read_ahead(self) -> Future[torch.Tensor]:
-        return self._worker.submit(self._read, self._seed, self._epoch, self._position)
+    def _fill(self) -> None:
+        """Has the worker read what is still missing from the batches ahead."""
+        while len(self._ahead) < self._read_ahead:
+            windows = len(self._ahead) * self._batch_size * self._world_size
+            position = self._position + windows  # `_read` carries what lies beyond the epoch over
+            self._ahead.append(self._worker.submit(self._read, self._seed, self._epoch, position))
 
     def _read(self, seed: int, epoch: int, position: int) -> torch.Tensor:
         """inputs and targets [2, batch_size, seq_len]; runs in the worker thread."""

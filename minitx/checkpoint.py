@@ -13,6 +13,7 @@ or that is found without it. Deletion goes the other way: renamed first, then re
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -300,6 +301,7 @@ def _sizes(groups: list[list[str]]) -> str:
     return " + ".join(str(len(names)) for names in groups)
 
 
+@functools.cache  # reading a package's metadata takes milliseconds, and a save waits for them
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version(), "minitx": __version__}
     for package in ("torch", "numpy", "triton", "tilelang"):

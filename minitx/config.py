@@ -66,6 +66,9 @@ class LogConfig:
     """Tokens of the validation documents used for it, from the first on."""
     plots: bool = True
     """Draw loss.png and parity.png."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under out_dir/tensorboard (needs the extra
+    `tensorboard`)."""
 
 
 @dataclass
@@ -81,6 +84,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class DebugConfig:
+    """To look into a run that went wrong."""
+
+    replay: str | None = None
+    """A debug_step_*.safetensors, left by a run whose loss or gradient was not finite. Instead of
+    training, run its batch once more, from the weights it names, on --kernel in --dtype, and say
+    where the first numbers that are not finite appear; exit code 5 if there are any."""
+
+
+@dataclass
 class TrainConfig:
     """Train a GPT with the attention kernel of your choice, and prove that it learns the same."""
 
@@ -91,11 +104,13 @@ class TrainConfig:
     compare_steps: int = 20
     """Steps of training on each kernel for that comparison."""
     out_dir: str | None = None
-    """Folder of the run; by default runs/KERNEL, with a number behind it if that exists."""
+    """Folder of the run; by default runs/KERNEL, with a number behind it if that exists. A run that
+    is resumed stays in its own."""
     overwrite: bool = False
     """Empty out_dir first, if it holds a run."""
     resume: str | None = None
-    """Run or checkpoint folder to go on from; auto: out_dir's latest, or a fresh start."""
+    """Run or checkpoint folder to go on from; auto: the latest of out_dir (runs/KERNEL), or a fresh
+    start there."""
     resume_allow: bool = False
     """Go on although settings that change the result differ from those of the run resumed."""
     max_steps: int = 1000
@@ -108,12 +123,15 @@ class TrainConfig:
     """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU, float32 on a CPU."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same machine, or refuse a kernel that cannot."""
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def seq_len(self) -> int:
@@ -154,6 +172,8 @@ class TrainConfig:
         for flag, value in not_negative.items():
             if value < 0:
                 raise ValueError(f"{flag} must not be negative, got {value}")
+        if self.overwrite and self.resume is not None:
+            raise ValueError("--overwrite and --resume contradict each other: give one of them")
         if self.model.pos == "learned" and self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"--batch.seq_len {self.seq_len} is beyond the {self.model.max_seq_len} learned "

@@ -1,11 +1,15 @@
 """Numbers about a run: the metrics file, throughput, model FLOP/s utilisation, where it ran."""
 
+import errno
 import json
+import math
+import os
 import platform
 import resource
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,32 +63,91 @@ def synchronize(device: torch.device) -> None:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a line, appended and never rewritten."""
+    """metrics.jsonl: one JSON object a line, appended and never rewritten.
 
-    def __init__(self, path: Path) -> None:
+    What a killed run wrote beyond `step`, where it now goes on, is cut off first and kept in
+    metrics-superseded.jsonl: so no step stands twice, and nothing is lost.
+    """
+
+    def __init__(self, path: Path, step: int = 0) -> None:
         self.path = path
-        self.file = path.open("a", encoding="utf-8")
+        if path.is_file():
+            self._cut_off(step)
+        # Unbuffered: what is written is in the file, whatever happens to this process next.
+        self._file = path.open("ab", buffering=0)
+
+    def _cut_off(self, step: int) -> None:
+        content = self.path.read_bytes()
+        keep = 0
+        for line in content.splitlines(keepends=True):
+            record = _parse(line.decode()) if line.endswith(b"\n") else None
+            if record is None or record["step"] > step:
+                break
+            keep += len(line)
+        if keep < len(content):
+            with self.path.with_name("metrics-superseded.jsonl").open("ab") as file:
+                file.write(content[keep:].rstrip(b"\n") + b"\n")
+            os.truncate(self.path, keep)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        """Raises OSError where the disk is full or fails. JSON has no inf or NaN: they are null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        line = json.dumps(finite).encode() + b"\n"
+        if self._file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
-        self.file.close()
+        self._file.close()
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """A line's record; None for a line that a kill or a full disk cut short."""
+    return json.loads(line) if line.rstrip().endswith("}") else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, the last one of a kind and step winning.
-
-    A run that was killed and resumed from an earlier checkpoint has written some steps twice.
-    """
+    """The records of a metrics.jsonl, the last one of a kind and step winning."""
     records: dict[tuple[str, int], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.endswith("}"):  # the line a kill cut short
-            continue
-        record = json.loads(line)
-        records[record["kind"], record["step"]] = record
+        if record := _parse(line):
+            records[record["kind"], record["step"]] = record
     return [records[key] for key in sorted(records, key=lambda key: key[1])]
+
+
+class TensorBoardLog:
+    """The numbers of every record as scalars, KIND/NAME by step, for TensorBoard.
+
+    step: where a resumed run goes on; what is there beyond it is no longer shown.
+    """
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        self._writer = _summary_writer()(folder, purge_step=step + 1 if step else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def require_tensorboard() -> None:
+    """Raises ValueError where the package is missing."""
+    _summary_writer()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "--log.tensorboard needs the package tensorboard: pip install 'minitx[tensorboard]'"
+        ) from error
+    return SummaryWriter
 
 
 class StepTimer:
@@ -127,21 +190,63 @@ def environment(device: torch.device) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    found["device"] = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    )
-    found["commit"] = git_commit()
-    return found
+    found["cuda"] = torch.version.cuda
+    found["device"] = platform.machine()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device"] = properties.name
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["memory_gib"] = properties.total_memory / GIB
+        found["cudnn"] = torch.backends.cudnn.version()
+    return found | git_state()
 
 
-def git_commit() -> str | None:
-    """The commit of the source tree, with -dirty behind it if it is changed; None outside of
-    git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+def git_state() -> dict[str, Any]:
+    """`commit` of the source tree, with -dirty behind it if it is changed, and `changes`, git's
+    lines on what is; both None outside of git."""
+    changes = None
+    # An installed minitx may lie inside of another project's tree.
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        commit = None
+    else:
+        commit = _git("describe", "--always", "--dirty", "--abbrev=10")
+        changes = _git("diff", "HEAD", "--stat")
+    return {"commit": commit, "changes": changes}
+
+
+def _git(*arguments: str) -> str | None:
+    """git's output, or None where there is none or git fails."""
     try:
         result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def record_environment(path: Path, device: torch.device, step: int, config: dict) -> None:
+    """Adds to environment.json, a list: one entry for every start of a run, with its config."""
+    entries = json.loads(path.read_bytes()) if path.is_file() else []
+    entries.append(
+        {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": step,
+            "command": sys.argv,
+            "threads": torch.get_num_threads(),
+            **environment(device),
+            "config": config,
+        }
+    )
+    write_whole(path, json.dumps(entries, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of a run beside its place and renames it: a kill leaves the old one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

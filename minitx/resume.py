@@ -1,9 +1,9 @@
-"""Where a run goes, where it goes on from, and how it is asked to stop."""
+"""Where a run goes, and where it goes on from."""
 
+import os
 import shutil
-import signal
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.config import TrainConfig, differences, to_dict
@@ -18,37 +18,52 @@ HARMLESS = {
     "compare_steps",
     "data.cache_dir",
 }
-HARMLESS_GROUPS = ("log.", "checkpoint.")
+HARMLESS_GROUPS = ("log.", "checkpoint.", "debug.")
+# What train.py adds to a checkpoint, and cannot go on without.
+NEEDED = ("config", "step", "stream", "scaler", "skipped_steps", "best_val_loss", "random_state")
 
 
 def choose_out_dir(config: TrainConfig) -> Path:
     """Makes and returns the folder of a fresh run. Nothing that is there is touched unasked.
 
-    Raises ValueError for a folder that holds something, unless --overwrite.
+    With --resume auto it may hold a run that was killed before its first checkpoint. Raises
+    ValueError for a folder that holds anything else, unless --overwrite.
     """
-    if config.out_dir is None:
-        base = path = Path("runs") / config.kernel
-        number = 1
-        while path.exists() and not config.overwrite:
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
+    if config.resume == "auto":
+        path = auto_folder(config)
+        begun = (path / "config.yaml").is_file()
     else:
-        path = Path(config.out_dir)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--out_dir {path} is a file; expected a folder")
-        if path.is_dir() and any(path.iterdir()) and not config.overwrite:
+        path = Path(config.out_dir) if config.out_dir else _next_folder(config)
+        begun = False
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--out_dir {path} is a file; expected a folder")
+    if path.is_dir() and any(path.iterdir()) and not begun:
+        if not config.overwrite:
             raise ValueError(
                 f"--out_dir {path} is not empty; choose another, go on with --resume {path}, "
                 "or empty it with --overwrite"
             )
-    if config.overwrite and path.is_dir():
         # Only a run's own folder is ever emptied: a slip such as --out_dir ~ loses nothing.
-        if any(path.iterdir()) and not (path / "config.yaml").is_file():
+        if not (path / "config.yaml").is_file():
             raise ValueError(
                 f"--overwrite: {path} holds no config.yaml, so it is not a run's folder"
             )
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def auto_folder(config: TrainConfig) -> Path:
+    """The folder that --resume auto means: the same at every start."""
+    return Path(config.out_dir) if config.out_dir else Path("runs") / config.kernel
+
+
+def _next_folder(config: TrainConfig) -> Path:
+    base = path = Path("runs") / config.kernel
+    number = 1
+    while path.exists() and not config.overwrite:
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
     return path
 
 
@@ -60,19 +75,22 @@ def find_resume(config: TrainConfig) -> Path | None:
     """
     if config.resume is None:
         return None
-    if config.resume == "auto":
-        path = Path(config.out_dir) if config.out_dir else Path("runs") / config.kernel
-        if not any((path / "checkpoints").glob("step_*")):
-            return None
-    else:
-        path = Path(config.resume)
+    path = auto_folder(config) if config.resume == "auto" else Path(config.resume)
+    if config.resume == "auto" and not any((path / "checkpoints").glob("step_*/state.json")):
+        return None
     checkpoint = find_checkpoint(path)
-    changed = differences(load_state(checkpoint)["config"], to_dict(config))
-    changed = {
-        name: values
-        for name, values in changed.items()
-        if name not in HARMLESS and not name.startswith(HARMLESS_GROUPS)
-    }
+    if run_of(checkpoint) is None:
+        raise ValueError(
+            f"--resume {path}: {checkpoint} does not lie in a run's folder, "
+            "RUN/checkpoints/step_...; give a run, or a checkpoint in one"
+        )
+    state = load_state(checkpoint)
+    if missing := [name for name in NEEDED if name not in state]:
+        raise ValueError(
+            f"--resume {path}: {checkpoint} was not saved by train.py, it lacks "
+            f"{', '.join(missing)}; give a run's checkpoint"
+        )
+    changed = changed_settings(state["config"], to_dict(config))
     if changed:
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         if not config.resume_allow:
@@ -84,23 +102,42 @@ def find_resume(config: TrainConfig) -> Path | None:
     return checkpoint
 
 
-class StopRequest:
-    """While entered, SIGINT and SIGTERM set `requested`; a second one ends the process at once."""
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint folder lies in, if it lies in one."""
+    checkpoints = Path(os.path.abspath(checkpoint)).parent
+    if checkpoints.name != "checkpoints":
+        return None
+    # As the user wrote it where that is possible: it is printed.
+    run = checkpoint.parent.parent
+    return run if checkpoint.parent.name == "checkpoints" else checkpoints.parent
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.previous: dict[int, object] = {}
 
-    def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous[number] = signal.signal(number, self._handle)
-        return self
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple]:
+    """Settings that differ and change the result: dotted name -> (old, new).
 
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    A setting that the old run's minitx did not have yet counts as left at its default.
+    """
+    defaults = to_dict(TrainConfig())
+    before = _with_defaults(old, defaults)
+    changed = differences(before, new)
+    if "device" in changed and _kind(before["device"]) == _kind(new["device"]):
+        del changed["device"]  # another GPU of this machine
+    return {
+        name: values
+        for name, values in changed.items()
+        if name not in HARMLESS and not name.startswith(HARMLESS_GROUPS)
+    }
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise SystemExit(128 + number)
-        self.requested = True
+
+def _kind(device: str) -> str:
+    return device.split(":")[0]
+
+
+def _with_defaults(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    whole = dict(defaults)
+    for name, value in settings.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _with_defaults(value, default)
+        whole[name] = value
+    return whole

@@ -5,21 +5,41 @@ The same class runs the training, and each side of the parity comparison before 
 
 import contextlib
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from minitx.batches import release_pages
 from minitx.config import TrainConfig
 from minitx.data import BatchStream, TokenData
 from minitx.model import GPT, GPTConfig
 from minitx.optim import learning_rate, make_optimizer
+from minitx.random_state import random_state, restore_random_state
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, [B, S] int64 each
 
 
+# float16's loss scale is halved where the scaled gradient overflows. Below this it is not the scale
+# that overflows.
+MIN_LOSS_SCALE = 1.0
+
+
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number; the weights have not been touched."""
+    """A loss or gradient that is not a number; the weights have not been touched.
+
+    Attributes:
+        result: what the step gave.
+        batches: the step's micro-batches, and `before` the trainer's state before it (see
+            Trainer.state_dict); set by Trainer.step.
+    """
+
+    def __init__(self, message: str, result: "StepResult") -> None:
+        super().__init__(message)
+        self.result = result
+        self.batches: list[Batch] = []
+        self.before: dict[str, Any] = {}
 
 
 @dataclass
@@ -68,13 +88,16 @@ def model_config(config: TrainConfig, data: TokenData) -> GPTConfig:
 
 
 class Trainer:
-    """Builds everything from the config and its seed: two trainers of one config start equal."""
+    """Builds everything from the config and its seed: two trainers of one config start equal.
+
+    data: what `step` takes its batches from; None for a trainer that is handed them.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
         model: GPTConfig,
-        data: TokenData,
+        data: TokenData | None,
         *,
         kernel: str,
         device: torch.device,
@@ -86,15 +109,23 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = GPT(model, kernel).to(device, param_dtype)
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.stream = BatchStream(
-            data.train, config.micro_batch, config.seq_len, seed=config.seed, device=device
-        )
+        self.stream: BatchStream | None = None
+        if data is not None:
+            self.stream = BatchStream(
+                data.train,
+                config.micro_batch,
+                config.seq_len,
+                seed=config.seed,
+                device=device,
+                read_ahead=config.accumulation,
+            )
         # Gradients below float16's smallest number would be lost: the loss is scaled up for it.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.loss_fn = torch.compile(self.model.loss) if compile else self.model.loss
         self.autocasts = dtype != torch.float32 and param_dtype == torch.float32
-        self.step_number = 0
+        self.step_number = 0  # steps made
         self.skipped_steps = 0
+        self.data_seconds = 0.0  # spent waiting for batches
 
     def autocast(self) -> contextlib.AbstractContextManager:
         if not self.autocasts:
@@ -103,7 +134,11 @@ class Trainer:
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
-        return [self.stream.next() for _ in range(self.config.accumulation)]
+        assert self.stream is not None
+        started = time.perf_counter()
+        batches = [self.stream.next() for _ in range(self.config.accumulation)]
+        self.data_seconds += time.perf_counter() - started
+        return batches
 
     def backward(self, batches: list[Batch]) -> torch.Tensor:
         """Leaves the gradient of the mean loss in the parameters (scaled, for float16); returns it.
@@ -132,8 +167,9 @@ class Trainer:
         values = torch.stack((loss.double(), grad_norm.double())).tolist()  # the step's only sync
         result = StepResult(values[0], values[1], lr, skipped=False)
         if not all(math.isfinite(value) for value in values):
-            if not (self.scaler.is_enabled() and math.isfinite(result.loss)):
-                raise NonFiniteError(self._non_finite_message(result))
+            # get_scale waits for the GPU, here alone.
+            if not math.isfinite(result.loss) or self.scaler.get_scale() <= MIN_LOSS_SCALE:
+                raise NonFiniteError(self._non_finite_message(result), result)
             result.skipped = True
             self.skipped_steps += 1
         self.scaler.step(self.optimizer)
@@ -143,12 +179,42 @@ class Trainer:
         return result
 
     def step(self) -> StepResult:
-        return self.update(self.backward(self.next_batches()))
+        assert self.stream is not None
+        before: dict[str, Any] = {"stream": self.stream.state_dict()}
+        if self.model.config.dropout:  # nothing else in a step draws random numbers
+            before["random_state"] = random_state()
+        batches = self.next_batches()
+        try:
+            return self.update(self.backward(batches))
+        except NonFiniteError as error:
+            error.batches, error.before = batches, self.state_dict() | before
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands, weights and optimizer aside; made of JSON's types."""
+        assert self.stream is not None
+        return {
+            "step": self.step_number,
+            "stream": self.stream.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped_steps": self.skipped_steps,
+            "random_state": random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`'s place, the global random generators included."""
+        assert self.stream is not None
+        self.stream.load_state_dict(state["stream"])
+        if state["scaler"]:  # empty unless the run was in float16
+            self.scaler.load_state_dict(state["scaler"])
+        self.step_number = state["step"]
+        self.skipped_steps = state["skipped_steps"]
+        restore_random_state(state["random_state"])
 
     def _non_finite_message(self, result: StepResult) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"step {self.step_number}: loss {result.loss}, gradient norm {result.grad_norm} on "
+            f"step {self.step_number + 1}: loss {result.loss}, gradient norm {result.grad_norm} on "
             f"kernel '{self.kernel}' in {dtype}; the weights are as they were before it. "
             "Try a lower --optim.lr or more --optim.warmup_steps; --kernel eager shows whether "
             "it is the kernel"
@@ -179,5 +245,6 @@ class Trainer:
                 losses = self.model.token_losses(window[:, :-1], window[:, 1:])
             total += losses.double().sum().item()
             count += losses.numel()
+            release_pages(tokens)
         self.model.train(was_training)
         return total / max(1, count), count

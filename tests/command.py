@@ -3,8 +3,12 @@ text."""
 
 from pathlib import Path
 
-from minitx.cli import run_cli
+import torch
+
+from minitx.cli import parse_config, run_cli
 from minitx.config import TrainConfig
+from minitx.data import load_data
+from minitx.trainer import Trainer, model_config
 from minitx.training import train
 
 TINY = {
@@ -54,3 +58,18 @@ def tiny_args(folder: Path, out: str = "run", **changes: object) -> list[str]:
 def run_train(args: list[str]) -> int:
     """train.py's exit code."""
     return run_cli(train, TrainConfig, args, prog="train.py", description="")
+
+
+def tiny_config(folder: Path, **changes: object) -> TrainConfig:
+    """The tiny run's config, as an object."""
+    return parse_config(TrainConfig, tiny_args(folder, **changes), prog="train.py", description="")
+
+
+def make_trainer(config: TrainConfig, **how) -> Trainer:
+    data = load_data(config.data)
+    how = {"kernel": "sdpa", "dtype": torch.float32, "compile": False, **how}
+    return Trainer(config, model_config(config, data), data, device=torch.device("cpu"), **how)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -76,6 +76,18 @@ def test_resuming_goes_on_where_the_stream_stopped(stop):
     assert before + starts(resumed, 30 - stop) == unbroken
 
 
+@pytest.mark.parametrize("read_ahead", [2, 7])  # 7 batches of 2 windows: into the epoch after next
+def test_reading_further_ahead_changes_neither_the_order_nor_the_state(read_ahead):
+    unbroken = starts(BatchStream(TEN_WINDOWS, 2, S, seed=3), 30)
+    stream = BatchStream(TEN_WINDOWS, 2, S, seed=3, read_ahead=read_ahead)
+    before = starts(stream, 4)
+    state = stream.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 8)
+    assert before + starts(stream, 26) == unbroken
+    stream.load_state_dict(state)
+    assert before + starts(stream, 26) == unbroken
+
+
 def test_a_fresh_streams_state_is_its_beginning():
     stream = BatchStream(TEN_WINDOWS, 2, S, seed=3)
     state = stream.state_dict()

@@ -2,42 +2,25 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from command import run_train, tiny_args
+from command import make_trainer, run_train, tiny_args, tiny_config, weights
 
 from minitx.config import BatchConfig, TrainConfig, differences
 from minitx.data import load_data
-from minitx.metrics import MetricsLog, read_metrics
-from minitx.trainer import NonFiniteError, Trainer, model_config
+from minitx.metrics import read_metrics
+from minitx.trainer import NonFiniteError
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def config(tmp_path) -> TrainConfig:
-    """The tiny run's config, as an object."""
-    from minitx.cli import parse_config
-
-    return parse_config(TrainConfig, tiny_args(tmp_path), prog="train.py", description="")
-
-
-def make_trainer(config: TrainConfig, **how) -> Trainer:
-    data = load_data(config.data)
-    how = {"kernel": "sdpa", "dtype": torch.float32, "compile": False, **how}
-    return Trainer(config, model_config(config, data), data, device=torch.device("cpu"), **how)
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return tiny_config(tmp_path)
 
 
 def test_a_run_leaves_its_folder(tmp_path, capsys):
@@ -46,6 +29,7 @@ def test_a_run_leaves_its_folder(tmp_path, capsys):
     names = {path.name for path in run.iterdir()}
     assert names >= {
         "config.yaml",
+        "environment.json",
         "tokenizer.json",
         "parity.json",
         "parity.png",
@@ -60,6 +44,7 @@ def test_a_run_leaves_its_folder(tmp_path, capsys):
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["model"]["n_embd"] == 32
     assert saved["optim"]["beta2"] == 0.95  # defaults are written too
+    assert (saved["dtype"], saved["batch"]["micro"]) == ("float32", 4)  # and what was derived
 
     records = read_metrics(run / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "train"] == [2, 4, 6]
@@ -67,6 +52,7 @@ def test_a_run_leaves_its_folder(tmp_path, capsys):
     last = [r for r in records if r["kind"] == "train"][-1]
     assert last["tokens"] == 6 * 128
     assert last["tok_per_s"] == pytest.approx(128 / (last["ms_per_step"] / 1e3))
+    assert 0 < last["data_ms"] < last["ms_per_step"]
     report = json.loads((run / "report.json").read_text())
     assert report["val_loss"] == [r for r in records if r["kind"] == "eval"][-1]["val_loss"]
     assert report["parity_passed"] is True
@@ -86,7 +72,7 @@ def test_it_learns(tmp_path):
 def test_the_unigram_entropy_is_that_of_the_text(tmp_path):
     """Two letters, three to one: -(3/4 ln 3/4 + 1/4 ln 1/4) = 0.5623 without the end-of-text
     token."""
-    from minitx.training import unigram_entropy
+    from minitx.report import unigram_entropy
 
     class Fake:
         train = torch.tensor([0, 0, 0, 1]).numpy()
@@ -152,7 +138,7 @@ def test_a_non_finite_gradient_stops_before_the_weights(config, poison):
     before = weights(trainer)
     loss = trainer.backward(trainer.next_batches())
     trainer.model.blocks[0].mlp.up.weight.grad[0, 0] = poison
-    with pytest.raises(NonFiniteError, match=r"step 1: loss .* kernel 'sdpa' in float32"):
+    with pytest.raises(NonFiniteError, match=r"step 2: loss .* kernel 'sdpa' in float32"):
         trainer.update(loss)
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
 
@@ -169,6 +155,21 @@ def test_float16_skips_an_overflow_and_halves_the_scale(config):
     assert trainer.scaler.get_scale() == scale / 2
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
     assert not trainer.step().skipped
+
+
+def test_float16_stops_when_no_scale_is_small_enough(config):
+    """Skipping for ever would look like training: at a scale of 1 it is the gradient itself."""
+    trainer = make_trainer(config, dtype=torch.float16)
+
+    def poisoned_step():
+        loss = trainer.backward(trainer.next_batches())
+        trainer.model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
+        trainer.update(loss)
+
+    with pytest.raises(NonFiniteError, match=r"kernel 'sdpa' in float16"):  # noqa: PT012
+        for _ in range(40):
+            poisoned_step()
+    assert trainer.skipped_steps == 16  # from 65536 to 1
 
 
 def test_float16_reports_the_unscaled_norm(config):
@@ -194,6 +195,49 @@ def test_evaluation_scores_every_token_once_and_draws_no_random_number(config):
     assert trainer.evaluate(tokens, max_tokens=50)[1] == 50
 
 
+def test_the_mean_of_nothing_is_no_validation_loss(tmp_path, capsys):
+    args = tiny_args(tmp_path, compare="none", max_steps=2, data__val_fraction=0.0)
+    assert run_train(args) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["val_loss"] is None
+    assert report["loss"] > 0
+    assert "no validation text" in capsys.readouterr().out
+
+
+def test_evaluation_lets_go_of_the_pages_it_has_read(config, tmp_path):
+    """A file of 32 MiB is read and at most 8 MiB of it stay resident."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        pytest.skip("needs /proc")
+    trainer = make_trainer(config)
+    trainer.model.token_losses = lambda x, y: torch.zeros(x.shape)
+    path = tmp_path / "tokens.bin"
+    np.zeros(1 << 24, dtype=np.uint16).tofile(path)
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    config.batch.seq_len, config.batch.micro = 4096, 64
+
+    def resident_mib() -> float:
+        line = next(x for x in status.read_text().splitlines() if x.startswith("RssFile"))
+        return int(line.split()[1]) / 1024
+
+    before = resident_mib()
+    trainer.evaluate(tokens, max_tokens=1 << 24)
+    assert resident_mib() - before < 8
+
+
+def test_waiting_for_batches_is_measured(config):
+    """A stream that takes 50 ms a batch, and a step of two: 100 ms are waited, and nothing else
+    counts."""
+    import time
+
+    config.batch.micro = 2
+    trainer = make_trainer(config)
+    batch = trainer.stream.next()
+    trainer.stream.next = lambda: time.sleep(0.05) or batch
+    trainer.step()
+    assert 0.1 <= trainer.data_seconds < 0.5
+
+
 def test_evaluating_in_between_changes_nothing_that_is_learned(tmp_path):
     losses = []
     for out, interval in (("a", 0), ("b", 1)):
@@ -204,16 +248,6 @@ def test_evaluating_in_between_changes_nothing_that_is_learned(tmp_path):
         records = read_metrics(tmp_path / out / "metrics.jsonl")
         losses.append([r["loss"] for r in records if r["kind"] == "train"])
     assert losses[0] == losses[1]
-
-
-def test_metrics_survive_a_torn_line_and_doubled_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for loss in (3.0, 2.0):
-        log.write({"kind": "train", "step": 1, "loss": loss})
-    log.file.write('{"kind": "train", "st')
-    log.close()
-    assert read_metrics(path) == [{"kind": "train", "step": 1, "loss": 2.0}]
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpt2-124m", "llama-124m", "long-context"])
@@ -249,74 +283,3 @@ def test_differences_are_named_by_their_flags():
     old = {"seed": 0, "optim": {"lr": 1.0, "eps": 1e-8}}
     new = {"seed": 0, "optim": {"lr": 2.0, "eps": 1e-8}, "dtype": "auto"}
     assert differences(old, new) == {"optim.lr": (1.0, 2.0), "dtype": (None, "auto")}
-
-
-def test_resuming_once_and_twice_is_the_unbroken_run(tmp_path):
-    """Bit for bit, across an epoch's end, with accumulation, dropout and evaluations in between."""
-    changes = dict(compare="none", batch__micro=2, model__dropout=0.1, log__interval=1)
-    assert run_train(tiny_args(tmp_path, "whole", max_steps=24, **changes)) == 0
-    # A constant schedule's learning rate does not depend on max_steps, cosine's does: stop by
-    # signal.
-    from minitx.training import Run
-
-    def stop_at(step: int):
-        original = Run.log_step
-
-        def log_step(self, log, at, result, seconds):
-            line = original(self, log, at, result, seconds)
-            if at == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return line
-
-        return original, log_step
-
-    for step, extra in ((7, {}), (17, {"resume": "auto"}), (None, {"resume": "auto"})):
-        original, patched = stop_at(step)
-        Run.log_step = patched
-        try:
-            assert run_train(tiny_args(tmp_path, "broken", max_steps=24, **changes, **extra)) == 0
-        finally:
-            Run.log_step = original
-    whole, broken = (
-        (tmp_path / name / "checkpoints" / "step_00000024" / "model.safetensors").read_bytes()
-        for name in ("whole", "broken")
-    )
-    assert whole == broken
-    curves = [
-        [(r["step"], r.get("loss"), r.get("val_loss")) for r in read_metrics(p / "metrics.jsonl")]
-        for p in (tmp_path / "whole", tmp_path / "broken")
-    ]
-    assert curves[0] == curves[1]
-
-
-def test_resuming_with_other_settings_says_which(tmp_path, capsys):
-    assert run_train(tiny_args(tmp_path, compare="none", max_steps=2)) == 0
-    again = tiny_args(
-        tmp_path, compare="none", max_steps=4, resume=tmp_path / "run", optim__lr=0.5, out_dir=None
-    )
-    capsys.readouterr()
-    assert run_train(again) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "max_steps 2 -> 4, optim.lr 0.01 -> 0.5" in error
-    assert run_train([*again, "--resume_allow"]) == 0
-
-
-def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
-    args = tiny_args(tmp_path, compare="none", max_steps=100_000, log__eval_interval=0)
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/cpu.yaml"), *args],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    last = out.splitlines()[-1]
-    assert last.startswith("stopped at step ")
-    assert last.endswith(f"go on with: python train.py --resume {tmp_path / 'run'}")
-    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
