@@ -29,11 +29,12 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.triton_attention_bwd import launch_bwd
-from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_runtime import device_function, launching_on
 from minitx.kernels.triton_tiles import (
     FLOAT32_PRODUCTS,
+    LOG2E,
     Tiles,
-    exp_scaled,
+    exact_exp,
     has_large_tiles,
     head_start,
     heads_per_wave,
@@ -41,6 +42,7 @@ from minitx.kernels.triton_tiles import (
     is_wide,
     key_range,
     load_tile,
+    next_power_of_2,
     padded_head_dim,
     rows_offset,
     scale_sign,
@@ -50,6 +52,26 @@ from minitx.kernels.triton_tiles import (
     tile_offsets,
     visible_keys,
 )
+
+
+@device_function
+def _exponentials(scores, row_max, shift, scale, EXACT: tl.constexpr):
+    """exp(scale * (scores - shift)) [BLOCK_M, BLOCK_N] and exp(scale * (row_max - shift))
+    [BLOCK_M]; the score that is the shift must give about 1, however huge it is.
+    """
+    if EXACT:
+        p = exact_exp((scores - shift[:, None]) * scale)
+        rescale = exact_exp((row_max - shift) * scale)
+    else:
+        # One multiply-add a score. It rounds shift * qk_scale but not scores * qk_scale: nothing
+        # for ordinary scores, but thousands for scores of 1e11. From 2^26 on a float32 score is no
+        # more exact than 2^+-2; there the next power of two for a scale rounds neither product.
+        qk_scale = scale * LOG2E
+        is_huge = tl.abs(shift * qk_scale) >= 2.0**26
+        row_scale = tl.where(is_huge, next_power_of_2(qk_scale), qk_scale)
+        p = tl.exp2(scores * row_scale[:, None] - (shift * row_scale)[:, None])
+        rescale = tl.exp2(row_max * row_scale - shift * row_scale)
+    return p, rescale
 
 
 @triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
@@ -113,11 +135,7 @@ def attention_fwd(
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             # A row that has seen nothing but -inf takes a finite shift: -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            # Subtract, then scale: the largest score gives exp(0), however huge it is. If each were
-            # scaled first, a fused multiply-add would round one product and not the other, which
-            # is thousands at scores of 1e11.
-            p = exp_scaled(scores - shift[:, None], score_scale, EXACT)
-            rescale = exp_scaled(row_max - shift, score_scale, EXACT)
+            p, rescale = _exponentials(scores, row_max, shift, score_scale, EXACT)
             row_max = new_max
             row_sum = row_sum * rescale + tl.sum(p, 1)
             v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]

@@ -23,8 +23,9 @@ import triton.language as tl
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
     FLOAT32_PRODUCTS,
+    LOG2E,
     Tiles,
-    exp_scaled,
+    exact_exp,
     has_large_tiles,
     head_start,
     heads_per_wave,
@@ -46,29 +47,29 @@ from minitx.kernels.triton_tiles import (
 
 
 @device_function
-def _probabilities(scores, score_scale, lse, EXACT: tl.constexpr):
-    """exp(score_scale * scores - lse) for an lse that broadcasts.
-
-    Where logits are huge, lse is the largest of them to the bit, and the difference must be 0: it
-    is compiled without fusing it into one multiply-add, and not scaled by log2(e) before.
-    """
-    return exp_scaled(scores * score_scale - lse, 1.0, EXACT)
+def _exponent(lse, EXACT: tl.constexpr):
+    """What _probabilities takes for lse. For a row without keys, +inf: its p is then 0."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if not EXACT:
+        lse = lse * LOG2E
+        # Past 2^22 an lse in float32 is off by half a unit and more, and by thousands where it is
+        # 1e11. Rather too large than too small: p of 0 is finite.
+        lse = tl.where(tl.abs(lse) > 2.0**22, lse + tl.abs(lse) * 2.0**-21, lse)
+    return lse
 
 
 @device_function
-def _load_rows(ptr, n_rows, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(lse, delta) of the BLOCK_M queries at ptr; 0 past n_rows, where a mask undoes p and ds.
+def _probabilities(scores, scale, exponent, EXACT: tl.constexpr):
+    """p = exp(scale * scores - lse), for an exponent that broadcasts: lse, or lse * log2(e).
 
-    Side by side, they are one load of 8 bytes a query. Triton before 3.7 copies them once for each
-    thread that needs them, as a tile has more threads than queries: 8 bytes halve that.
+    If EXACT it is compiled without fused multiply-adds: lse is the rounded product of the scale and
+    the largest score, and where logits are huge both must be rounded alike to give exp(0).
     """
-    queries = tl.arange(0, BLOCK_M)[:, None]
-    offsets = queries * 2 + tl.arange(0, 2)[None, :]
-    if MASKED:
-        pairs = tl.load(ptr + offsets, mask=queries < n_rows, other=0.0)
+    if EXACT:
+        p = exact_exp(scores * scale - exponent)
     else:
-        pairs = tl.load(ptr + offsets)
-    return tl.split(pairs)
+        p = tl.exp2(scores * (scale * LOG2E) - exponent)
+    return p
 
 
 @triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
@@ -80,7 +81,8 @@ def attention_bwd_dq(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
-    rows_ptr,
+    exponent_ptr,
+    delta_ptr,
     dq_ptr,
     q_strides,
     k_strides,
@@ -96,6 +98,7 @@ def attention_bwd_dq(
     Hkv,
     Sq,
     Skv,
+    pitch,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -106,10 +109,10 @@ def attention_bwd_dq(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The two floats a query that both kernels need, and if NEEDS_DQ dq, for BLOCK_M queries of a
+    """What attention_bwd_dkdv reads for each query, and dq if NEEDS_DQ, for BLOCK_M queries of a
     head.
 
-    rows_ptr: [B, Hq, Sq, 2] float32, contiguous: lse (+inf in place of -inf) and delta.
+    exponent_ptr, delta_ptr: [B, Hq, pitch] float32, of which Sq are written.
     """
     n_tiles = (Sq + BLOCK_M - 1) // BLOCK_M
     tile, head = tile_and_head(n_tiles, n_heads, heads_per_wave)
@@ -127,11 +130,12 @@ def attention_bwd_dq(
         dlse_ptr = head_start(dlse_ptr, head, Hq, dlse_strides)
         dlse = tl.load(dlse_ptr + rows_offset(queries, dlse_strides), mask=queries < Sq, other=0.0)
         delta -= dlse
-    row = tl.cast(head, tl.int64) * Sq + queries
-    lse = tl.load(lse_ptr + row, mask=queries < Sq, other=0.0)  # [BLOCK_M]
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row without keys has p = 0
-    tl.store(rows_ptr + 2 * row, lse, mask=queries < Sq)
-    tl.store(rows_ptr + 2 * row + 1, delta, mask=queries < Sq)
+    lse_ptr += tl.cast(head, tl.int64) * Sq
+    lse = tl.load(lse_ptr + queries, mask=queries < Sq, other=0.0)  # [BLOCK_M]
+    exponent = _exponent(lse, out.dtype == tl.float32)
+    row = tl.cast(head, tl.int64) * pitch + queries
+    tl.store(exponent_ptr + row, exponent, mask=queries < Sq)
+    tl.store(delta_ptr + row, delta, mask=queries < Sq)
 
     if NEEDS_DQ:
         q_ptr = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
@@ -139,7 +143,7 @@ def attention_bwd_dq(
         q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
         q, score_scale = signed(q, scale, SCALE_SIGN)
         EXACT: tl.constexpr = q.dtype == tl.float32
-        lse = lse[:, None]
+        exponent = exponent[:, None]
         delta = delta[:, None]
 
         kv_head = head // (Hq // Hkv)
@@ -162,7 +166,7 @@ def attention_bwd_dq(
                 dp = tl.dot(
                     dout, tl.trans(v), input_precision=FLOAT32_PRODUCTS
                 )  # [BLOCK_M, BLOCK_N]
-                ds = _probabilities(scores, score_scale, lse, EXACT) * (dp - delta)
+                ds = _probabilities(scores, score_scale, exponent, EXACT) * (dp - delta)
                 if MASKED:
                     visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     ds = tl.where(visible, ds, 0.0)
@@ -180,8 +184,9 @@ def attention_bwd_dkdv(
     q_ptr,
     k_ptr,
     v_ptr,
-    rows_ptr,
     dout_ptr,
+    exponent_ptr,
+    delta_ptr,
     dk_ptr,
     dv_ptr,
     q_strides,
@@ -197,10 +202,12 @@ def attention_bwd_dkdv(
     Hkv,
     Sq,
     Skv,
+    pitch,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
+    GROUP: tl.constexpr,
     NEEDS_DK: tl.constexpr,
     NEEDS_DV: tl.constexpr,
     WIDE: tl.constexpr,
@@ -211,7 +218,6 @@ def attention_bwd_dkdv(
     n_tiles = (Skv + BLOCK_N - 1) // BLOCK_N
     tile, kv_head = tile_and_head(n_tiles, n_heads, heads_per_wave)
     start_n = tile * BLOCK_N  # the first keys are seen by most queries: they go first
-    group = Hq // Hkv
 
     k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides) + rows_offset(start_n, k_strides)
     k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
@@ -230,39 +236,39 @@ def attention_bwd_dkdv(
     first, bulk_start, bulk_end = query_range(start_n, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
     n_bulk = (bulk_end - bulk_start) // BLOCK_M
     n_masked = (bulk_start - first) // BLOCK_M + tl.where(bulk_end < Sq, 1, 0)
-    for head in range(kv_head * group, (kv_head + 1) * group):
-        q_head = head_start(q_ptr, head, Hq, q_strides)
-        dout_head = head_start(dout_ptr, head, Hq, dout_strides)
-        rows_head = rows_ptr + tl.cast(head, tl.int64) * Sq * 2
-        for MASKED in tl.static_range(2):
-            for i in range(0, n_masked if MASKED else n_bulk):
-                start_m = (first if MASKED else bulk_start) + i * BLOCK_M
-                if MASKED:  # from the diagonal over the bulk to the ragged end
-                    start_m = tl.where(start_m < bulk_start, start_m, bulk_end)
-                queries = start_m + tl.arange(0, BLOCK_M)
-                q_tile = q_head + rows_offset(start_m, q_strides)
-                q = load_tile(q_tile, q_offsets, Sq - start_m, D, MASKED)  # [BLOCK_M, HEAD_DIM]
-                dout_tile = dout_head + rows_offset(start_m, dout_strides)
-                dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
-                rows_tile = rows_head + start_m * 2
-                lse, delta = _load_rows(rows_tile, Sq - start_m, MASKED, BLOCK_M)  # [BLOCK_M]
-                scores = tl.dot(
-                    k, tl.trans(q), input_precision=FLOAT32_PRODUCTS
-                )  # [BLOCK_N, BLOCK_M]
-                p = _probabilities(scores, score_scale, lse[None, :], EXACT)
-                if MASKED:
-                    visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
-                    p = tl.where(visible, p, 0.0)
-                if NEEDS_DV:
-                    dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=FLOAT32_PRODUCTS)
-                if NEEDS_DK:
-                    dp = tl.dot(
-                        v, tl.trans(dout), input_precision=FLOAT32_PRODUCTS
-                    )  # [BLOCK_N, BLOCK_M]
-                    ds = p * (dp - delta[None, :])
-                    if MASKED:
-                        ds = tl.where(visible, ds, 0.0)  # delta may be NaN
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLOAT32_PRODUCTS)
+    for MASKED in tl.static_range(2):
+        n_tiles = n_masked if MASKED else n_bulk
+        for i in range(0, n_tiles * GROUP):  # tile after tile of head after head
+            head = kv_head * GROUP
+            if GROUP > 1:
+                head += i // n_tiles
+                i = i % n_tiles
+            start_m = (first if MASKED else bulk_start) + i * BLOCK_M
+            if MASKED:  # from the diagonal over the bulk to the ragged end
+                start_m = tl.where(start_m < bulk_start, start_m, bulk_end)
+            queries = start_m + tl.arange(0, BLOCK_M)
+            q_tile = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
+            q = load_tile(q_tile, q_offsets, Sq - start_m, D, MASKED)  # [BLOCK_M, HEAD_DIM]
+            dout_tile = head_start(dout_ptr, head, Hq, dout_strides)
+            dout_tile += rows_offset(start_m, dout_strides)
+            dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
+            row = tl.cast(head, tl.int64) * pitch + start_m
+            # Past Sq these read what may be there: the mask undoes it.
+            exponent = tl.load(exponent_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
+            scores = tl.dot(k, tl.trans(q), input_precision=FLOAT32_PRODUCTS)  # [BLOCK_N, BLOCK_M]
+            p = _probabilities(scores, score_scale, exponent[None, :], EXACT)
+            if MASKED:
+                visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
+                p = tl.where(visible, p, 0.0)
+            if NEEDS_DV:
+                dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=FLOAT32_PRODUCTS)
+            if NEEDS_DK:
+                dp = tl.dot(v, tl.trans(dout), input_precision=FLOAT32_PRODUCTS)  # as scores
+                delta = tl.load(delta_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
+                ds = p * (dp - delta[None, :])
+                if MASKED:  # delta may be NaN. p tells what the mask told, and is at hand.
+                    ds = tl.where(p == 0.0, 0.0, ds)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLOAT32_PRODUCTS)
 
     if NEEDS_DK:
         dk_ptr = head_start(dk_ptr, kv_head, Hkv, dk_strides) + rows_offset(start_n, dk_strides)
@@ -329,11 +335,15 @@ def launch_bwd(
         "HEAD_DIM": padded_head_dim(D),
         "IS_CAUSAL": is_causal,
         "SCALE_SIGN": scale_sign(scale),
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": q.dtype != torch.float32,
     }
     if dq is None and dk is None and dv is None:
         return
-    rows = torch.empty((B, Hq, Sq, 2), dtype=torch.float32, device=q.device)
+    # Two floats a query for the second kernel. Rows start 64 bytes apart, and a last tile may read
+    # BLOCK_M floats from anywhere in them.
+    pitch = triton.cdiv(Sq, 16) * 16
+    rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
+    exponent, delta = rows, rows[B * Hq * pitch :]
     if q.numel() > 0:
         tiles = dq_tiles(q, k)
         dq_out = q if dq is None else dq
@@ -345,7 +355,8 @@ def launch_bwd(
             lse,
             dout,
             dlse,
-            rows,
+            exponent,
+            delta,
             dq,
             q.stride(),
             k.stride(),
@@ -361,6 +372,7 @@ def launch_bwd(
             Hkv,
             Sq,
             Skv,
+            pitch,
             HAS_DLSE=dlse is not None,
             NEEDS_DQ=dq is not None,
             WIDE=is_wide(q, k, v, out, dout, dq_out),
@@ -374,8 +386,9 @@ def launch_bwd(
             q,
             k,
             v,
-            rows,
             dout,
+            exponent,
+            delta,
             dk,
             dv,
             q.stride(),
@@ -391,6 +404,8 @@ def launch_bwd(
             Hkv,
             Sq,
             Skv,
+            pitch,
+            GROUP=Hq // Hkv,
             NEEDS_DK=dk is not None,
             NEEDS_DV=dv is not None,
             WIDE=is_wide(q, k, v, dout, dk_out, dv_out),

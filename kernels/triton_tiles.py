@@ -110,16 +110,17 @@ def signed(tile, scale, SCALE_SIGN: tl.constexpr):
 
 
 @device_function
-def exp_scaled(x, scale, EXACT: tl.constexpr):
-    """exp(x * scale), right to the last bits of float32 if EXACT.
+def exact_exp(x):
+    """exp(x), right to the last bits of float32. On a GPU tl.exp is tl.exp2(x * log2(e)), which is
+    off by some |x| roundings: good enough for results of 16 bits."""
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
 
-    tl.exp on a GPU is no more exact than tl.exp2(x * log2(e)): both are off by some |x| roundings.
-    """
-    if EXACT:
-        y = tl.exp(x * scale) if INTERPRETED else libdevice.exp(x * scale)
-    else:
-        y = tl.exp2(x * (scale * LOG2E))
-    return y
+
+@device_function
+def next_power_of_2(x):
+    """The power of two that is x, a normal float32 above 0, or next above it."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @device_function
@@ -156,22 +157,28 @@ def query_range(
 
 @device_function
 def visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Boolean mask [BLOCK_M, BLOCK_N]: may query queries[i] read key start_n + j?"""
+    """Boolean mask [BLOCK_M, BLOCK_N]: may queries[i] read key start_n + j, and does it exist?
+
+    Of queries past Sq nothing is said: no one reads what they get.
+    """
     keys = start_n + tl.arange(0, BLOCK_N)[None, :]
-    visible = keys < Skv
     if IS_CAUSAL:
-        visible = visible & (keys <= queries[:, None] + (Skv - Sq))
+        visible = keys <= queries[:, None] + (Skv - Sq)  # so that keys < Skv too
+    else:
+        visible = (keys < Skv) & (queries[:, None] >= 0)
     return visible
 
 
 @device_function
 def visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Boolean mask [BLOCK_N, BLOCK_M]: may queries[i] read key start_n + j, and does it exist?"""
-    visible = queries[None, :] < Sq
-    if IS_CAUSAL:
-        keys = start_n + tl.arange(0, BLOCK_N)[:, None]
-        visible = visible & (keys <= queries[None, :] + (Skv - Sq))
-    return visible
+    """Boolean mask [BLOCK_N, BLOCK_M]: may queries[i] read key start_n + j, and does it exist?
+
+    Of keys past Skv nothing is said: no one reads what they get.
+    """
+    keys = start_n + tl.arange(0, BLOCK_N)[:, None]
+    # One comparison an element: a query that does not exist sees no key, as if it were long before.
+    last_key = tl.where(queries < Sq, queries + (Skv - Sq) if IS_CAUSAL else Skv, -1)
+    return keys <= last_key[None, :]
 
 
 class Tiles(NamedTuple):
