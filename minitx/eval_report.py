@@ -7,12 +7,11 @@ object it stands in says which under "non_finite": {"perplexity": null, "non_fin
 
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from minitx.eval_data import EvalText
+from minitx.metrics import write_whole
 from minitx.model import GPT, num_params
 
 CONTEXTS_HEADER = (
@@ -56,16 +55,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:
-    """Written beside and renamed: a kill leaves the file as it was."""
-    text = json.dumps(to_json(report), indent=2, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".eval-", suffix=".json")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, json.dumps(to_json(report), indent=2, allow_nan=False) + "\n")
 
 
 # -- the terminal -------------------------------------------------------------------------------
