@@ -33,10 +33,10 @@ class Tile(NamedTuple):
         return self.BLOCK_N * self.LANES
 
 
-# BLOCK_N, LANES and bytes that a thread reads at once, by the longest row in bytes that they serve.
-# Short rows: half a warp has a row, and moves 16 bytes. Then 64 bytes, so that an SM has tens of
-# KiB in flight. The longer the row, the more lanes share it: what the first scans of all rows in
-# flight read must still be in L2 (50 MB on an H200) when the second scans come.
+# BLOCK_N, LANES and bytes that a thread reads at once, by the most bytes a row that they serve. For
+# short rows half a warp and 16 bytes each, so that few lanes idle; else 64 bytes, so that an SM has
+# tens of KiB in flight. The longer the row, the more lanes share it: what the first scans of all
+# rows in flight read must still be in L2 (50 MB on an H200) when the second scans come.
 TILES = (
     (512, 16, 16, 16),
     (4 * 2**10, 4, 32, 64),
@@ -51,12 +51,12 @@ def choose_tile(views: list[torch.Tensor], n_read: int) -> Tile:
     """The tile for a kernel that reads the first `n_read` of the views side by side."""
     if views[0].device.type == "cpu":
         return CPU_TILE
-    column, vector = views[0].element_size(), VECTOR_BYTES // views[0].element_size()
-    row_bytes = views[0].shape[-1] * column
+    column_bytes = n_read * views[0].element_size()
+    row_bytes = views[0].shape[-1] * column_bytes
     block_n, lanes, held = next(
         (tile for longest, *tile in TILES if row_bytes <= longest), LONGEST_ROWS_TILE
     )
-    return Tile(block_n, lanes, max(held // column // n_read, vector))
+    return Tile(block_n, lanes, max(held // column_bytes, VECTOR_BYTES // views[0].element_size()))
 
 
 def as_matrices(*tensors: torch.Tensor, is_causal: bool) -> Iterator[list[torch.Tensor]]:
@@ -246,6 +246,7 @@ class Rows:
         seen, visible, column = self.seen, self.visible, self.column
         BLOCK_N, LANES, WIDTH = self.tile
         BLOCK_M, vector = self.tile.BLOCK_M, max(self.vector, 1)
+        at_once = T.serial if lang.on_cpu else T.vectorized
 
         @T.macro
         def load(x, place, first_col, raw, values, hidden):
@@ -259,7 +260,7 @@ class Rows:
                 # A statement: TileLang 0.1.15 reads the arms of T.if_then_else unconditionally
                 # once they are vectors.
                 if (row < n_rows) & (col < visible(row, first_col)):
-                    for v in T.vectorized(vector):
+                    for v in at_once(vector):
                         raw[i, j, k * vector + v] = x[i_0, i_1, row, first_col + col + v]
             for i, j, k in lang.each(BLOCK_N, LANES, WIDTH):
                 values[i, j, k] = T.cast(raw[i, j, k], "float32")
@@ -278,7 +279,7 @@ class Rows:
             for i, j, k in lang.each(BLOCK_N, LANES, WIDTH // vector):
                 row, col = first_row + i, first_col + column(j, k * vector)
                 if (row < n_rows) & (col < n_cols):
-                    for v in T.vectorized(vector):
+                    for v in at_once(vector):
                         y[i_0, i_1, row, col + v] = raw[i, j, k * vector + v]
 
         return load, store

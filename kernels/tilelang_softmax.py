@@ -25,8 +25,8 @@ may drop it: tile-ai/tilelang#3270), and with it the row.
 
 A kernel is compiled for each dtype, tile (by length of row, `choose_tile`) and `vector_width`;
 sizes and strides are run-time arguments, and so is the causal rule. Any strides are read and
-written without a copy. On a CPU (`c` target), float16 and bfloat16 are computed through a float32
-copy.
+written without a copy; where more than three leading dims do not merge, each index of the first
+takes a launch. On a CPU (`c` target), float16 and bfloat16 are computed through a float32 copy.
 """
 
 import torch
