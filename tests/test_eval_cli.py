@@ -1,48 +1,19 @@
 """eval.py from its arguments to its exit code, on a checkpoint small enough for any kernel."""
 
-import json
 import math
-import os
-import shutil
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from eval_runs import TEXT, make_run, nll_of, one_line, report_of, run_eval
 
 import minitx.evaluation
 import minitx.model
-from minitx.checkpoint import find_checkpoint, load_model, save_checkpoint
-from minitx.cli import run_cli
+from minitx.checkpoint import load_model, save_checkpoint
 from minitx.data import DataConfig, load_data
-from minitx.eval_config import EvalConfig
-from minitx.evaluation import evaluate
 from minitx.kernels import ATTENTION_KERNELS, supports
-from minitx.model import GPT, GPTConfig
 from minitx.tokenizer import ByteTokenizer, train_bpe
-
-TEXT = b"".join(b"def f%d(x): return x + %d  # add\n" % (i, i * 7) for i in range(8))
-REPOSITORY = Path(__file__).parent.parent
-
-
-def make_run(folder: Path, *, tokenizer=None, source="", **settings) -> Path:
-    """A run folder as training leaves it, of a random model whose attention is not uniform."""
-    tokenizer = tokenizer or ByteTokenizer()
-    torch.manual_seed(0)
-    config = dict(n_layer=2, n_head=2, n_embd=16, max_seq_len=32, vocab_size=320) | settings
-    model = GPT(GPTConfig(**config), "eager")
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.mul_(8)
-    data = DataConfig(source=source, tokenizer="bytes", val_fraction=0.3)
-    state = {"config": {"data": asdict(data)}}
-    save_checkpoint(folder, step=7, model=model, optimizer=None, state=state)
-    tokenizer.save(folder / "tokenizer.json")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +31,6 @@ def text_file(tmp_path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MINITX_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def run_eval(*argv, plots=False) -> int:
-    """eval.py in this process; without its picture, which takes longer than all the rest."""
-    arguments = ["--device=cpu", "--plots", str(plots).lower(), *map(str, argv)]
-    return run_cli(evaluate, EvalConfig, arguments, prog="eval.py", description="")
-
-
-def report_of(out_dir: Path) -> dict:
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    return json.loads((out_dir / "eval.json").read_text("utf-8"), parse_constant=refuse)
 
 
 def plain_nll(run: Path, x: np.ndarray, L: int, s: int) -> float:
@@ -164,15 +122,6 @@ def test_each_kernel_on_a_gpu_in_bfloat16(kernel, tmp_path):
     assert report["dtype"] == "bfloat16"
     assert all(probe["passed"] for probe in report["causality"])
     assert code == 0, report["comparisons"]
-
-
-def nll_of(run, text_file, out, *argv) -> list[float]:
-    code = run_eval(
-        *("--checkpoint", run, "--kernel", "sdpa", "--data.source", text_file),
-        *("--paired_targets", 0, "--out_dir", out, *argv),
-    )
-    assert code == 0
-    return [row["nll"] for row in report_of(out)["contexts"]]
 
 
 def test_settings_that_change_no_number(run_folder, text_file, tmp_path):
@@ -440,126 +389,3 @@ def test_passkey(run_folder, tmp_path, capsys):
         assert rows[ours]["nats"] == pytest.approx(rows[theirs]["nats"], abs=1e-3)
     assert "5 digits come, and not which, pays 11.513 nats" in capsys.readouterr().out
     assert (out / "eval.png").exists()
-
-
-# -- bad input ------------------------------------------------------------------------------------
-
-
-def one_line(capsys) -> str:
-    captured = capsys.readouterr()
-    assert len(captured.err.splitlines()) == 1, captured.err
-    assert "Traceback" not in captured.err
-    assert captured.err.startswith("eval.py: error: ")
-    return captured.err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--stride", "0"], "--stride must be at least 1, got 0"),
-        (["--stride", "33"], "--stride 33 is beyond the context of 32 tokens"),
-        (["--context_lengths", "64,16", "--stride", "32"], "beyond the context of 16 tokens"),
-        (["--context_lengths", "0"], "--context_lengths must be at least 1, got 0"),
-        (["--context_lengths", "8,x"], "--context_lengths 8,x must be whole numbers"),
-        (["--context_lengths", "8,,9"], "must be whole numbers with commas"),
-        (["--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
-        (["--max_tokens", "1"], "no document of two tokens or more (1 tokens in all)"),
-        (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
-        (["--prefill_chunk", "0"], "--prefill_chunk must be at least 1, got 0"),
-        (["--probe_tokens", "-1"], "--probe_tokens must not be negative, got -1"),
-        (["--kernel", "flash"], "--kernel flash is unknown; expected one of auto, reference"),
-        (["--compare", "flash"], "--compare flash is unknown"),
-        (["--rope_factor", "2"], "--rope_factor needs --rope_scaling"),
-        (["--rope_scaling", "yarn", "--rope_factor", "0.5"], "rope_factor must be at least 1"),
-        (["--rope_scaling", "longer"], "rope_scaling"),
-        (["--device", "tpu"], "--device tpu is unknown"),
-        (["--data.source", "no/such/file.txt"], "no such file or folder: no/such/file.txt"),
-        (["--data.tokenizer", "no.json"], "no.json"),
-        (["--passkey.depths", "[2]"], "--passkey.depths must be from 0 to 1"),
-        (["--task", "passkey", "--context_lengths", "20"], "context of at least"),
-        (["--strides", "4"], "strides"),
-        (["--data.sauce", "x"], "sauce"),
-        (["--config", "no.yaml"], "no.yaml: no such file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_setting_is_one_line_and_exit_2(
-    argv, message, run_folder, text_file, tmp_path, capsys
-):
-    out = tmp_path / "out"
-    base = ["--checkpoint", run_folder, "--out_dir", out]
-    if "--data.source" not in argv:
-        base += ["--data.source", text_file]
-    assert run_eval(*base, *argv) == 2
-    assert message in one_line(capsys)
-    assert not (out / "eval.json").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"x"])
-def test_a_text_too_short(content, run_folder, tmp_path, capsys):
-    path = tmp_path / "short.txt"
-    path.write_bytes(content)
-    assert run_eval("--checkpoint", run_folder, "--data.source", path) == 2
-    assert "short.txt" in one_line(capsys)
-    path.write_bytes(b"xy")
-    nll_of(run_folder, path, tmp_path / "out")
-    assert report_of(tmp_path / "out")["contexts"][0]["tokens_scored"] == 1
-
-
-def test_a_tokenizer_of_another_vocabulary(run_folder, tmp_path, text_file, capsys):
-    other = train_bpe([TEXT], 300)
-    other.save(tmp_path / "other.json")
-    args = ("--data.source", text_file, "--out_dir", tmp_path / "out")
-    given = ("--data.tokenizer", tmp_path / "other.json")
-    assert run_eval("--checkpoint", run_folder, *args, *given) == 2
-    message = one_line(capsys)
-    assert "another vocabulary" in message
-    assert "(257 ids)" in message
-    small = make_run(tmp_path / "small", vocab_size=128)
-    assert run_eval("--checkpoint", small, *args) == 2
-    message = one_line(capsys)
-    assert "the tokenizer has 257 ids" in message
-    assert "a vocabulary of 128" in message
-    # A checkpoint without a tokenizer takes the one that is given, and says so without one.
-    bare = make_run(tmp_path / "bare")
-    (bare / "tokenizer.json").unlink()
-    assert run_eval("--checkpoint", bare, *args) == 2
-    assert "tokenizer.json" in one_line(capsys)
-    assert run_eval("--checkpoint", bare, *args, "--data.tokenizer", "bytes") == 0
-
-
-def test_checkpoints_that_are_none(run_folder, tmp_path, text_file, capsys):
-    (tmp_path / "empty").mkdir()
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run_folder, damaged, symlinks=True)
-    weights = find_checkpoint(damaged) / "model.safetensors"
-    cut = weights.read_bytes()[:-40]
-    weights.write_bytes(cut)
-    for path, words in (
-        (tmp_path / "empty", "no checkpoint in it"),
-        (tmp_path / "nowhere", "no such folder"),
-        (text_file, "not a folder"),
-        (damaged, "model.safetensors"),
-    ):
-        assert run_eval("--checkpoint", path, "--data.source", text_file) == 2
-        message = one_line(capsys)
-        assert words in message
-        assert str(path) in message
-    assert run_eval("--data.source", text_file) == 2
-    assert "checkpoint" in one_line(capsys)
-
-
-def test_the_script_under_another_locale(run_folder, tmp_path):
-    """A process of its own: UTF-8 whatever the locale, and a traceback for no mistake."""
-    path = tmp_path / "é😀.txt"
-    path.write_bytes("naïve café 😀 ".encode() * 3)
-    settings = {"context_lengths": [8, 16], "out_dir": str(tmp_path / "out"), "plots": False}
-    (tmp_path / "eval.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    command = [sys.executable, str(REPOSITORY / "eval.py"), "--checkpoint", str(run_folder)]
-    command += ["--data.source", str(path), "--config", str(tmp_path / "eval.yaml")]
-    environment = os.environ | {"LC_ALL": "C", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = report_of(tmp_path / "out")["contexts"]
-    assert [row["context_length"] for row in rows] == [8, 16]
-    assert rows[0]["bytes_scored"] == 3 * len("naïve café 😀 ".encode()) - 1
