@@ -209,9 +209,10 @@ class Run:
             if is_last or (config.log.eval_interval and step % config.log.eval_interval == 0):
                 timer.pause()
                 line, is_best = self.log_eval(step)
+                is_best = is_best and config.checkpoint.best
                 bar.write(line)
             interval = config.checkpoint.interval
-            if (interval and step % interval == 0) or (config.checkpoint.best and is_best):
+            if (interval and step % interval == 0) or is_best:
                 timer.pause()
                 self.save(is_best)
 

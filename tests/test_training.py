@@ -13,7 +13,7 @@ from command import make_trainer, run_train, tiny_args, tiny_config, weights
 from minitx.config import BatchConfig, TrainConfig, differences
 from minitx.data import load_data
 from minitx.metrics import read_metrics
-from minitx.trainer import NonFiniteError
+from minitx.trainer import NonFiniteError, Trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -202,6 +202,30 @@ def test_the_mean_of_nothing_is_no_validation_loss(tmp_path, capsys):
     assert report["val_loss"] is None
     assert report["loss"] > 0
     assert "no validation text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("best", ["true", "false"])
+def test_the_best_is_kept_apart_when_asked_for(best, tmp_path, monkeypatch):
+    """The validation losses are 3, 2, 4, 5: step 2 is the best, and only with --checkpoint.best."""
+    losses = iter([3.0, 2.0, 4.0, 5.0])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, tokens, n: (next(losses), 1))
+    args = tiny_args(
+        tmp_path,
+        compare="none",
+        max_steps=4,
+        log__eval_interval=1,
+        checkpoint__best=best,
+        checkpoint__interval=1,
+        checkpoint__keep=1,
+    )
+    assert run_train(args) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    names = {p.name for p in folder.iterdir()}
+    if best == "true":
+        assert names == {"step_00000002", "step_00000004", "latest", "best"}
+        assert (folder / "best").resolve().name == "step_00000002"
+    else:
+        assert names == {"step_00000004", "latest"}
 
 
 def test_evaluation_lets_go_of_the_pages_it_has_read(config, tmp_path):
