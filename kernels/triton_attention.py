@@ -39,6 +39,7 @@ from minitx.kernels.triton_tiles import (
     head_start,
     heads_per_wave,
     interpreter_tiles,
+    is_exact,
     is_wide,
     key_range,
     load_tile,
@@ -96,6 +97,7 @@ def attention_fwd(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
+    EXACT: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,7 +112,6 @@ def attention_fwd(
     q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
     q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
     q, score_scale = signed(q, scale, SCALE_SIGN)
-    EXACT: tl.constexpr = q.dtype == tl.float32
 
     kv_head = head // (Hq // Hkv)
     k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides)
@@ -207,6 +208,7 @@ def _fwd(
             HEAD_DIM=padded_head_dim(D),
             IS_CAUSAL=is_causal,
             SCALE_SIGN=scale_sign(scale),
+            EXACT=is_exact(q),
             WIDE=is_wide(q, k, v, out),
             **tiles._asdict(),
             enable_fp_fusion=True,

@@ -30,6 +30,7 @@ from minitx.kernels.triton_tiles import (
     head_start,
     heads_per_wave,
     interpreter_tiles,
+    is_exact,
     is_wide,
     key_range,
     load_tile,
@@ -103,6 +104,7 @@ def attention_bwd_dq(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
+    EXACT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     NEEDS_DQ: tl.constexpr,
     WIDE: tl.constexpr,
@@ -132,7 +134,7 @@ def attention_bwd_dq(
         delta -= dlse
     lse_ptr += tl.cast(head, tl.int64) * Sq
     lse = tl.load(lse_ptr + queries, mask=queries < Sq, other=0.0)  # [BLOCK_M]
-    exponent = _exponent(lse, out.dtype == tl.float32)
+    exponent = _exponent(lse, EXACT)
     row = tl.cast(head, tl.int64) * pitch + queries
     tl.store(exponent_ptr + row, exponent, mask=queries < Sq)
     tl.store(delta_ptr + row, delta, mask=queries < Sq)
@@ -142,7 +144,6 @@ def attention_bwd_dq(
         q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
         q = load_tile(q_ptr, q_offsets, Sq - start_m, D, True)  # [BLOCK_M, HEAD_DIM]
         q, score_scale = signed(q, scale, SCALE_SIGN)
-        EXACT: tl.constexpr = q.dtype == tl.float32
         exponent = exponent[:, None]
         delta = delta[:, None]
 
@@ -207,6 +208,7 @@ def attention_bwd_dkdv(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
+    EXACT: tl.constexpr,
     GROUP: tl.constexpr,
     NEEDS_DK: tl.constexpr,
     NEEDS_DV: tl.constexpr,
@@ -223,7 +225,6 @@ def attention_bwd_dkdv(
     k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
     k = load_tile(k_ptr, k_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
     k, score_scale = signed(k, scale, SCALE_SIGN)
-    EXACT: tl.constexpr = k.dtype == tl.float32
     v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides) + rows_offset(start_n, v_strides)
     v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
     v = load_tile(v_ptr, v_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
@@ -335,7 +336,8 @@ def launch_bwd(
         "HEAD_DIM": padded_head_dim(D),
         "IS_CAUSAL": is_causal,
         "SCALE_SIGN": scale_sign(scale),
-        "enable_fp_fusion": q.dtype != torch.float32,
+        "EXACT": is_exact(q),
+        "enable_fp_fusion": not is_exact(q),
     }
     if dq is None and dk is None and dv is None:
         return

@@ -119,7 +119,7 @@ def exact_exp(x):
 @device_function
 def next_power_of_2(x):
     """The power of two that is x, a normal float32 above 0, or next above it."""
-    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.cast(tl.cast(x, tl.float32), tl.int32, bitcast=True)  # plain Python if interpreted
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
@@ -215,6 +215,11 @@ def scale_sign(scale: float) -> int:
     if abs(scale) < 2.0**-126:
         return 0
     return 1 if scale > 0 else -1
+
+
+def is_exact(x: torch.Tensor) -> bool:
+    """Whether exponentials are to be right to the last bits of float32, and not of 16-bit types."""
+    return x.dtype == torch.float32
 
 
 def is_wide(*tensors: torch.Tensor) -> bool:

@@ -6,7 +6,11 @@ takes them, 16 x 16 and 32 x 16, so that a few dozen queries and keys cross seve
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +29,23 @@ from minitx.kernels.triton_tiles import Tiles, heads_per_wave, is_wide, scale_si
 INTERPRETED = _probe.device.type == "cpu"
 
 
-@pytest.fixture(params=[(16, 16), (32, 16), (16, 32)], ids="{0[0]}x{0[1]}".format)
-def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tiles:
+def _exactly(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    """Makes float32 take exact exponentials, or those of 16-bit types, which no 16-bit input takes
+    in the interpreter."""
+    for module in (triton_attention, triton_attention_bwd):
+        monkeypatch.setattr(module, "is_exact", lambda x: exact)
+
+
+@pytest.fixture(params=["16x16-exact", "32x16-exact", "16x32-fast"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel cut into the smallest tiles, square, tall and wide."""
-    tiles = Tiles(*request.param, num_warps=4, num_stages=2)
+    shape, exponentials = request.param.split("-")
+    BLOCK_M, BLOCK_N = map(int, shape.split("x"))
+    tiles = Tiles(BLOCK_M, BLOCK_N, num_warps=4, num_stages=2)
     monkeypatch.setattr(triton_attention, "fwd_tiles", lambda q, k: tiles)
     monkeypatch.setattr(triton_attention_bwd, "dq_tiles", lambda q, k: tiles)
     monkeypatch.setattr(triton_attention_bwd, "dkdv_tiles", lambda q, k: tiles)
-    return tiles
+    _exactly(monkeypatch, exponentials == "exact")
 
 
 # Lengths in tiles of 16: exact, one over, one under, a diagonal that starts inside a tile, rows
@@ -70,6 +83,22 @@ def test_logits_of_minus_infinity_alone_are_an_empty_row(small_tiles, device):
     assert (lse == -math.inf).all()
     out.sum().backward()
     assert not v.grad.any()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("size", [4e4, 1.3e5, 1e9, 1e18])
+def test_huge_equal_logits_of_any_size(device, monkeypatch, exact, size):
+    # From 2^24 up to near the end of float32: a product's rounding must not reach the exponent.
+    _exactly(monkeypatch, exact)
+    q, k = (torch.full((1, 1, 40, 3), size, device=device) for _ in range(2))
+    v = torch.randn(1, 1, 40, 3, device=device)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out, lse = attention(q, k, v, is_causal=False, scale=0.7, kernel="triton", return_lse=True)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+    expected = torch.tensor(0.7 * 3 * size**2, dtype=torch.float64).float().expand(lse.shape)
+    torch.testing.assert_close(lse, expected.to(lse.device), rtol=3e-7, atol=0)
+    out.sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
 def test_a_maximum_that_grows_by_hundreds_from_tile_to_tile(small_tiles, device):
@@ -297,6 +326,24 @@ def test_the_interpreter_rounds_half_precision_once(device, dtype):
     out = attention(q, k, v, kernel="triton")
     wide = attention(q.float(), k.float(), v.float(), kernel="triton")
     assert torch.equal(out, wide.to(dtype))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU it is compiled for it anyway")
+def test_compiles_for_hopper_where_there_is_none():
+    # What the interpreter takes the compiler may refuse; and tensor cores need tiles of 64 rows.
+    script = Path(__file__).with_name("compile_triton_attention.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, script, "bf16", "64"], env=env, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+    lines = [line.split() for line in run.stdout.decode().splitlines()]
+    assert [name for name, *_ in lines] == [
+        "attention_fwd",
+        "attention_bwd_dq",
+        "attention_bwd_dkdv",
+    ]
+    for name, shared, wgmma in lines:
+        assert int(shared) <= 227 * 1024, name
+        assert int(wgmma) > 0, name
 
 
 @pytest.mark.gpu
