@@ -5,9 +5,13 @@ python -m minitx.plots RUN [RUN ...] --out loss.png      runs over one another
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minitx.cli import EXIT_USER_ERROR
 from minitx.metrics import read_metrics
 
 # Okabe and Ito's colours, told apart by the colour-blind too.
@@ -100,21 +104,68 @@ def plot_parity(parity: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def labels(runs: Sequence[Path]) -> dict[str, Path]:
+    """Runs by the shortest ends of their paths that tell them apart."""
+    paths = [Path(os.path.abspath(run)) for run in runs]
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        named = {str(Path(*path.parts[-parts:])): path for path in paths}
+        if len(named) == len(set(paths)):
+            return named
+    raise AssertionError("different paths differ somewhere")
+
+
+def unigram_entropy(runs: Sequence[Path]) -> float | None:
+    """What all runs' reports agree on, or None."""
+    reports = [run / "report.json" for run in runs]
+    found = {
+        json.loads(path.read_text("utf-8")).get("unigram_entropy") if path.is_file() else None
+        for path in reports
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def draw(runs: Sequence[Path], out: Path, overwrite: bool) -> None:
+    """Writes the picture of the runs' losses; of one run that has one, also its parity's beside it.
+
+    Raises ValueError for a folder that is no run, or has logged nothing, and for a picture that is
+    there already.
+    """
+    for run in runs:
+        path = run / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{run} holds no metrics.jsonl; give the folder of a run")
+        if not read_metrics(path):
+            raise ValueError(f"{path} is empty: the run has not logged a step yet")
+    parity = runs[0] / "parity.json"
+    pictures = [out]
+    if len(runs) == 1 and parity.is_file():
+        pictures.append(out.with_name("parity.png"))
+    for picture in pictures:
+        if picture.exists() and not overwrite:
+            raise ValueError(f"{picture} is there already; choose another --out, or --overwrite")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    metrics = {label: run / "metrics.jsonl" for label, run in labels(runs).items()}
+    plot_losses(metrics, out, unigram_entropy(runs))
+    if len(pictures) == 2:
+        plot_parity(json.loads(parity.read_text("utf-8")), pictures[1])
+    print(f"wrote {' and '.join(map(str, pictures))}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minitx.plots", description="Draw the losses of runs over one another."
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="the picture")
-    args = parser.parse_args()
-    for run in args.runs:
-        if not (run / "metrics.jsonl").is_file():
-            parser.error(f"{run} holds no metrics.jsonl; expected the folder of a run")
-    plot_losses({run.name: run / "metrics.jsonl" for run in args.runs}, args.out)
-    parity = args.runs[0] / "parity.json"
-    if len(args.runs) == 1 and parity.is_file():
-        plot_parity(json.loads(parity.read_text("utf-8")), args.out.with_name("parity.png"))
+    parser.add_argument("--overwrite", action="store_true", help="replace pictures that are there")
+    args = parser.parse_args(argv)
+    try:
+        draw(args.runs, args.out, args.overwrite)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
