@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from minitx.kernels.triton_runtime import device_function
-from minitx.kernels.triton_tiles import exp_scaled
+from minitx.kernels.triton_tiles import LOG2E, exact_exp
 
 # Kernels are not Python to a type checker:
 # pyright: reportGeneralTypeIssues=false
@@ -94,4 +94,9 @@ def exp_below(x, maximum, EXACT: tl.constexpr):
     one fused multiply-add would leave a product's rounding error, which is large where x is.
     EXACT is for float32 rows; rounded to 16 bits the faster exponential gives the same.
     """
-    return exp_scaled(x - tl.where(maximum == -float("inf"), 0.0, maximum), 1.0, EXACT)
+    below = x - tl.where(maximum == -float("inf"), 0.0, maximum)
+    if EXACT:
+        result = exact_exp(below)
+    else:
+        result = tl.exp2(below * LOG2E)
+    return result
