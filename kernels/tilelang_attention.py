@@ -6,7 +6,8 @@ queries (`tilelang_attention_fwd.py`), and again in the backward, which recomput
 probabilities from lse (`tilelang_attention_bwd.py`).
 
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
-strides are run-time arguments. Heads are padded on chip to the next of HEAD_DIMS.
+strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
+(`tilelang_attention_tiles.py`).
 
 On a GPU tiles are fetched in whole rows, by TMA where there is one: rows must be contiguous and
 start at multiples of 16 bytes. That is so of contiguous tensors, of [B, S, H, D] transposed, of
@@ -27,7 +28,7 @@ from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_stats,
 )
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
-from minitx.kernels.tilelang_attention_tiles import choose_tiles, padded_head_dim
+from minitx.kernels.tilelang_attention_tiles import choose_tiles, has_tma, padded_head_dim
 from minitx.kernels.tilelang_products import exponent_scale
 from minitx.kernels.tilelang_runtime import get_kernel
 
@@ -84,7 +85,10 @@ def _without_repeats(t: torch.Tensor) -> torch.Tensor:
 
 
 def _key(t: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[t.dtype], "HEAD_DIM": padded_head_dim(t.shape[3], t.dtype)}
+    return {
+        "dtype": DTYPE_NAMES[t.dtype],
+        "HEAD_DIM": padded_head_dim(t.shape[3], t.dtype, t.device),
+    }
 
 
 def _fwd(
@@ -163,7 +167,8 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
         tiles = choose_tiles(name, D, q.dtype, q.device)
         return get_kernel(build, q.device, **key, IS_CAUSAL=is_causal, **flags, **tiles._asdict())
 
-    get_kernel(build_attention_bwd_stats, q.device, **key, WITH_DLSE=dlse is not None)(
+    flags = {"WITH_DLSE": dlse is not None, "USE_TMA": has_tma(q.device)}
+    get_kernel(build_attention_bwd_stats, q.device, **key, **flags)(
         _as_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
     )
     if needs[1] or needs[2]:

@@ -35,7 +35,9 @@ from minitx.kernels.tilelang_runtime import Language
 # pyright: reportInvalidTypeForm=false
 
 
-def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH_DLSE: bool) -> Any:
+def build_attention_bwd_stats(
+    lang: Language, *, dtype: str, HEAD_DIM: int, WITH_DLSE: bool, USE_TMA: bool
+) -> Any:
     """stats [B, Hq, 2, S] float32 from out and dout [B, Hq, Sq, D] and lse and dlse [B, Hq, Sq]:
     stats[:, :, 0] is lse in base b, stats[:, :, 1] is delta. S >= Sq; dlse is read if WITH_DLSE.
 
@@ -44,6 +46,7 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
     import tilelang.language as T
 
     BLOCK_M, threads = 64 if dtype != "float32" else 32, 128
+    fetch = "tma" if USE_TMA else None  # which outside a pipelined loop is not chosen by itself
     row_dot = make_row_dot(lang)
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
@@ -67,8 +70,8 @@ def build_attention_bwd_stats(lang: Language, *, dtype: str, HEAD_DIM: int, WITH
 
             tile, head, batch = place(block, T.ceildiv(S, BLOCK_M), Hq)
             rows = slice(tile * BLOCK_M, tile * BLOCK_M + BLOCK_M)
-            T.copy(out[batch, head, rows, 0:HEAD_DIM], out_tile, prefer_instruction="tma")
-            T.copy(dout[batch, head, rows, 0:HEAD_DIM], dout_tile, prefer_instruction="tma")
+            T.copy(out[batch, head, rows, 0:HEAD_DIM], out_tile, prefer_instruction=fetch)
+            T.copy(dout[batch, head, rows, 0:HEAD_DIM], dout_tile, prefer_instruction=fetch)
             T.copy(lse[batch, head, rows], row_lse)
             row_dot(out_tile, dout_tile, delta)
             if WITH_DLSE:

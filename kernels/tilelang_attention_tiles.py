@@ -5,9 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-FLOAT32_HEAD_DIMS = (32, 64, 128, 256)  # fewer: each costs a compile, and none is fast
-
 
 class Tiles(NamedTuple):
     """BLOCK_M queries by BLOCK_N keys, num_stages of the streamed side in flight, computed by
@@ -19,12 +16,17 @@ class Tiles(NamedTuple):
     threads: int
 
 
-CPU_TILES = Tiles(32, 32, 0, 1)
+Table = dict[str, dict[int, Tiles]]  # by kernel, then by the width that heads are padded to
+
+CPU_TILES: Table = {
+    kernel: dict.fromkeys((32, 64, 128, 256), Tiles(32, 32, 0, 1))
+    for kernel in ("fwd", "dkdv", "dq")
+}
 
 # 16-bit inputs on Hopper (compute capability 9.0), within its 227 KiB of shared memory and, as
 # ptxas reports, without a spilled register. 64 rows of the left operand for every 128 threads, or
 # the compiler does not use wgmma from registers; a fourth warpgroup copies.
-HOPPER_TILES = {
+HOPPER_TILES: Table = {
     "fwd": {
         32: Tiles(192, 128, 2, 384),
         64: Tiles(192, 128, 2, 384),
@@ -51,36 +53,31 @@ HOPPER_TILES = {
     },
 }
 
-# 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them.
-GPU_TILES = {
+# 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them. Copies are element by
+# element there, for which nvcc makes good code if rows are powers of two.
+GPU_TILES: Table = {
     "fwd": {
         32: Tiles(64, 64, 0, 128),
         64: Tiles(64, 64, 0, 128),
-        96: Tiles(64, 64, 0, 128),
         128: Tiles(64, 64, 0, 128),
-        192: Tiles(64, 64, 0, 128),
         256: Tiles(64, 32, 0, 128),
     },
     "dkdv": {
         32: Tiles(64, 64, 0, 128),
         64: Tiles(64, 64, 0, 128),
-        96: Tiles(64, 64, 0, 128),
         128: Tiles(32, 64, 0, 128),
-        192: Tiles(32, 64, 0, 256),
         256: Tiles(16, 64, 0, 256),
     },
     "dq": {
         32: Tiles(64, 64, 0, 128),
         64: Tiles(64, 64, 0, 128),
-        96: Tiles(64, 64, 0, 128),
         128: Tiles(64, 64, 0, 128),
-        192: Tiles(64, 32, 0, 128),
         256: Tiles(64, 32, 0, 128),
     },
 }
 
 # float32 on any GPU, within 99 KiB.
-FLOAT32_TILES = {
+FLOAT32_TILES: Table = {
     "fwd": {
         32: Tiles(64, 64, 0, 128),
         64: Tiles(64, 64, 0, 128),
@@ -102,21 +99,28 @@ FLOAT32_TILES = {
 }
 
 
-def padded_head_dim(D: int, dtype: torch.dtype) -> int:
+def _table(dtype: torch.dtype, device: torch.device) -> Table:
+    if device.type == "cpu":
+        return CPU_TILES
+    if dtype == torch.float32:
+        return FLOAT32_TILES
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return HOPPER_TILES if is_hopper else GPU_TILES
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whether the device fetches tiles by itself: Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def padded_head_dim(D: int, dtype: torch.dtype, device: torch.device) -> int:
     """The width that tiles of head dim D are compiled for."""
-    widths = FLOAT32_HEAD_DIMS if dtype == torch.float32 else HEAD_DIMS
-    return next(width for width in widths if width >= D)
+    return next(width for width in _table(dtype, device)["fwd"] if width >= D)
 
 
 @functools.cache
 def choose_tiles(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles of "fwd", "dkdv" or "dq"."""
-    if device.type == "cpu":
-        return CPU_TILES
-    if dtype == torch.float32:
-        table = FLOAT32_TILES
-    elif torch.cuda.get_device_capability(device) == (9, 0):
-        table = HOPPER_TILES
-    else:
-        table = GPU_TILES
-    return table[kernel][padded_head_dim(D, dtype)]
+    return _table(dtype, device)[kernel][padded_head_dim(D, dtype, device)]
