@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -126,15 +126,27 @@ def tilelang_problem(device_type: str, device_index: int | None = None) -> str |
 
 def _tilelang_compiler_problem(device_type: str) -> str | None:
     """TileLang calls nvcc for CUDA and a C++ compiler for the CPU: are they there?"""
-    if device_type == "cpu":
-        chosen = os.environ.get("CXX") or os.environ.get("CC")
-        if any(shutil.which(name) for name in ([chosen] if chosen else ["g++", "clang++", "c++"])):
+    if device_type == "cuda":
+        return _nvcc_problem()
+    chosen = os.environ.get("CXX") or os.environ.get("CC")
+    if any(shutil.which(name) for name in ([chosen] if chosen else ["g++", "clang++", "c++"])):
+        return None
+    return f"it compiles to C++ here and found no {chosen or 'compiler'}: install g++ or clang"
+
+
+def _nvcc_problem() -> str | None:
+    """Looks where tilelang does: in CUDA_HOME or CUDA_PATH alone where one is set, else on the
+    PATH, in NVIDIA's package and in the usual place."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        root = os.environ.get(name)
+        if root and not os.path.exists(f"{root}/bin/nvcc"):
+            return f"it needs nvcc, and {name}={root} holds no bin/nvcc: correct it or unset it"
+        if root:
             return None
-        return f"it compiles to C++ here and found no {chosen or 'compiler'}: install g++ or clang"
-    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    nvcc = shutil.which("nvcc") or next(
-        (p for r in [*roots, "/usr/local/cuda"] if r and os.path.exists(p := f"{r}/bin/nvcc")), None
-    )
-    if nvcc is None:
+    if shutil.which("nvcc") or os.path.exists("/usr/local/cuda/bin/nvcc"):
+        return None
+    try:
+        version("nvidia-cuda-nvcc")
+    except PackageNotFoundError:
         return "it needs nvcc and found none: install the CUDA toolkit or set CUDA_HOME"
     return None

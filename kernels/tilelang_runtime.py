@@ -178,10 +178,13 @@ def _import_tilelang() -> Any:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
         import tilelang
-    except (ImportError, OSError) as error:  # OSError: it makes its cache folder when imported
+    except (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        # OSError: it makes its cache folder when imported. The others: an apache-tvm-ffi that is
+        # not the one it was built with.
+        first_line = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise KernelUnavailableError(
-            f"tilelang cannot be imported: {error}; install tilelang==0.1.15, and set "
-            "TILELANG_CACHE_DIR to a folder that can be written"
+            f"tilelang cannot be imported: {first_line}; install tilelang==0.1.15 in a fresh "
+            "environment, and set TILELANG_CACHE_DIR to a folder that can be written"
         ) from error
     return tilelang
 

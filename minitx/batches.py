@@ -58,7 +58,7 @@ class BatchStream:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(tokens, batch_size, seq_len)
+        check_sizes(tokens, batch_size, seq_len)
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}"
@@ -180,7 +180,8 @@ def release_pages(tokens: np.ndarray) -> None:
         base.madvise(mmap.MADV_DONTNEED)
 
 
-def _check_sizes(tokens: np.ndarray, batch_size: int, seq_len: int) -> None:
+def check_sizes(tokens: np.ndarray, batch_size: int, seq_len: int) -> None:
+    """Raises what BatchStream raises, before there is one."""
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"tokens must be 1-D integers, got shape {tokens.shape} and dtype {tokens.dtype}"

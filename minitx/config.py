@@ -120,7 +120,8 @@ class TrainConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU (float16 before compute
+    capability 8.0), float32 on a CPU."""
     compile: bool = False
     """Compile the model with torch.compile."""
     deterministic: bool = False

@@ -69,9 +69,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, name)
+    """--dtype as a dtype. auto: float32 on a CPU; on a GPU bfloat16, or float16 where the GPU has
+    no bfloat16 of its own (before compute capability 8.0)."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cuda":
+        return torch.float32
+    old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
 
 
 def model_config(config: TrainConfig, data: TokenData) -> GPTConfig:

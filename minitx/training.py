@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from minitx import metrics
+from minitx.batches import check_sizes
 from minitx.cli import EXIT_OUT_OF_MEMORY, EXIT_PARITY_FAILED, RunStopped
 from minitx.config import TrainConfig
 from minitx.data import load_data
@@ -61,6 +62,7 @@ def start_run(
         metrics.require_tensorboard()
     checkpoint = find_resume(config)
     data = load_data(config.data)
+    check_sizes(data.train, config.micro_batch, config.seq_len)
     model = model_config(config, data)
     out_dir = run_of(checkpoint) if checkpoint is not None else choose_out_dir(config)
     assert out_dir is not None  # find_resume has seen to it

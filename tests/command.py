@@ -67,8 +67,9 @@ def tiny_config(folder: Path, **changes: object) -> TrainConfig:
 
 def make_trainer(config: TrainConfig, **how) -> Trainer:
     data = load_data(config.data)
-    how = {"kernel": "sdpa", "dtype": torch.float32, "compile": False, **how}
-    return Trainer(config, model_config(config, data), data, device=torch.device("cpu"), **how)
+    how = {"kernel": "sdpa", "dtype": torch.float32, "compile": False, "device": "cpu", **how}
+    how["device"] = torch.device(how["device"])
+    return Trainer(config, model_config(config, data), data, **how)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

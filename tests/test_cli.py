@@ -56,6 +56,19 @@ def test_a_bad_yaml_file_is_one_line(tmp_path, capsys):
         assert expected in error
 
 
+@pytest.mark.parametrize(("length", "trains"), [(10, False), (32, False), (33, True)])
+def test_a_text_shorter_than_the_context(length, trains, tmp_path, capsys):
+    """A context of 32 needs 33 tokens; of a text without validation part, end-of-text is one."""
+    args = tiny_args(tmp_path, compare="none", max_steps=2, data__val_fraction=0.0)
+    (tmp_path / "text.txt").write_text("x" * (length - 1))
+    assert run_train(args) == (0 if trains else 2)
+    if not trains:
+        error = capsys.readouterr().err.splitlines()[-1]
+        expected = f"need at least 33 tokens for a context of 32, got {length}"
+        assert error.startswith(f"train.py: error: {expected}")
+        assert not (tmp_path / "run").exists()
+
+
 def test_flags_win_over_the_file(tmp_path):
     from minitx.cli import parse_config
     from minitx.config import TrainConfig

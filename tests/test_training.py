@@ -143,8 +143,12 @@ def test_a_non_finite_gradient_stops_before_the_weights(config, poison):
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
 
 
-def test_float16_skips_an_overflow_and_halves_the_scale(config):
-    trainer = make_trainer(config, dtype=torch.float16)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_skips_an_overflow_and_halves_the_scale(config, device):
+    trainer = make_trainer(config, dtype=torch.float16, device=device)
     scale = trainer.scaler.get_scale()
     before = weights(trainer)
     loss = trainer.backward(trainer.next_batches())
@@ -172,9 +176,27 @@ def test_float16_stops_when_no_scale_is_small_enough(config):
     assert trainer.skipped_steps == 16  # from 65536 to 1
 
 
-def test_float16_reports_the_unscaled_norm(config):
-    norms = [make_trainer(config, dtype=d).step().grad_norm for d in (torch.float32, torch.float16)]
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_reports_and_clips_the_unscaled_norm(config, device):
+    """Clipped to half its norm of about 2: of the scaled gradient nothing would be left."""
+    config.optim.grad_clip = 1.0
+    float32, float16 = (
+        make_trainer(config, dtype=dtype, device=device) for dtype in (torch.float32, torch.float16)
+    )
+    norms, clipped = [], []
+    for trainer in (float32, float16):
+        loss = trainer.backward(trainer.next_batches())
+        trainer.optimizer.register_step_pre_hook(
+            lambda optimizer, *_: clipped.append(
+                torch.stack(
+                    [p.grad.norm() for g in optimizer.param_groups for p in g["params"]]
+                ).norm()
+            )
+        )
+        norms.append(trainer.update(loss).grad_norm)
+    assert norms[0] > 1.5
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+    assert [c.item() for c in clipped] == [pytest.approx(1.0, rel=1e-2)] * 2
 
 
 def test_evaluation_scores_every_token_once_and_draws_no_random_number(config):
