@@ -4,10 +4,16 @@ PyTorch picks the backend (cuDNN, flash, memory-efficient, math). Its `is_causal
 top-left, so it is used only where top-left and bottom-right agree.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.kernels.reference import causal_mask
+
+# cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9).
+MAX_CUDNN_HEADS = 65535
 
 
 def sdpa_attention(
@@ -31,15 +37,17 @@ def sdpa_attention(
     # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.
     is_square_causal = True if is_causal and Sq == Skv else False  # noqa: SIM210
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
+    call = functools.partial(
+        F.scaled_dot_product_attention,
         attn_mask=mask,
         is_causal=is_square_causal,
         scale=scale,
         enable_gqa=is_grouped,
     )
+    if q.shape[0] * q.shape[1] > MAX_CUDNN_HEADS and q.device.type == "cuda":
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return call(q, k, v)
+    return call(q, k, v)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +56,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     They check strides, not addresses: a view that starts at an odd offset ends the process's CUDA
     context with "misaligned address" (seen with torch 2.11 on an H200).
     """
-    if x.device.type != "cuda":
+    # Compiled code sees to it by itself, and dynamo cannot read a storage offset.
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
         return x
     starts = (x.storage_offset(), *x.stride()[:-1])
     if x.is_contiguous():

@@ -22,7 +22,7 @@ from minitx.testing import (
     run_attention,
 )
 
-KERNELS = ("eager", "sdpa", "triton")
+KERNELS = ("eager", "sdpa", "triton", "tilelang")
 INF, NAN = math.inf, math.nan
 
 
@@ -659,6 +659,8 @@ def test_current_stream(kernel):
 
 
 @pytest.mark.gpu
+# PyTorch's word on the leaves of this test, which are made outside of the capturing stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_cuda_graph(kernel):
     q, k, v = make_qkv(2, 4, 4, 256, 256, 64, device="cuda", dtype=torch.float16)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
