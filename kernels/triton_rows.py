@@ -95,8 +95,5 @@ def exp_below(x, maximum, EXACT: tl.constexpr):
     EXACT is for float32 rows; rounded to 16 bits the faster exponential gives the same.
     """
     below = x - tl.where(maximum == -float("inf"), 0.0, maximum)
-    if EXACT:
-        result = exact_exp(below)
-    else:
-        result = tl.exp2(below * LOG2E)
+    result = exact_exp(below) if EXACT else tl.exp2(below * LOG2E)
     return result
