@@ -28,8 +28,10 @@ lint: $(VENV)/.installed  ## format, lint and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: $(VENV)/.installed  ## what this machine can measure, into benchmarks/
+bench: $(VENV)/.installed  ## what this machine can measure, into runs/bench
 	$(BIN)/python -m minitx.bench softmax $(ARGS)
+	$(BIN)/python -m minitx.bench attention $(ARGS)
+	$(BIN)/python -m minitx.bench train $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -143,6 +143,8 @@ def test_a_wrong_result_is_not_timed(monkeypatch, call, wrong_tensor):
             assert r["status"].startswith(f"wrong: {wrong_tensor} errs by ")
             assert (r["median_ms"], r["tflop_per_s"]) == (None, None)
         assert rows["sdpa", name]["status"] == "ok"
+    host = measure(replace(CASE, passes=HOST_PASSES), "triton")
+    assert host["triton", "host both"]["status"].startswith(f"wrong: {wrong_tensor}")
 
 
 def test_what_fails_is_a_row_and_no_more_than_that(monkeypatch):

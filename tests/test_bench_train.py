@@ -266,8 +266,8 @@ def test_the_peers_attentions_are_one_function():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_peer_learns(monkeypatch):
-    """On one batch, again and again: forward, gradients and optimizer work together."""
+def test_the_peers_loop_is_plain_adamw(monkeypatch):
+    """Steps on one batch, beside the same written out: rate, decay, clipping, gradients cleared."""
     window = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(nanogpt_peer.torch, "randint", lambda *args, **kwargs: window)
     monkeypatch.setattr(nanogpt_peer, "LEARNING_RATE", 1e-2)
@@ -276,6 +276,23 @@ def test_the_peer_learns(monkeypatch):
     losses = [step().item() for _ in range(40)]
     assert losses[0] == pytest.approx(math.log(50), abs=0.2)
     assert losses[-1] < 0.5 * losses[0]
+
+    torch.manual_seed(0)
+    model = NanoGPT(config)
+    parameters = list(model.parameters())
+    means = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for t in range(1, 6):
+        loss = model(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+        assert loss.item() == pytest.approx(losses[t - 1], rel=1e-4)
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = sum(g.square().sum() for g in gradients).sqrt()
+        for p, g, (m, v) in zip(parameters, gradients, means, strict=True):
+            g = g * min(1.0, 1.0 / norm)
+            m.lerp_(g, 0.1)
+            v.lerp_(g.square(), 0.05)
+            update = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+            with torch.no_grad():
+                p -= 1e-2 * (0.1 * p * (p.dim() == 2) + update)
 
 
 @pytest.mark.gpu

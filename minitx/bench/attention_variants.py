@@ -1,6 +1,7 @@
 """What the attention benchmark measures: shapes, and kernels beside their peers, under one call."""
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ FLASH_MODULES = {
     "fa3": "fa3_fwd_interface",
     "fa4": "flash_attn.cute.interface",
 }
+# A package built for other versions of what it stands on fails in many ways.
+IMPORT_FAILURES = (ImportError, AttributeError, OSError, RuntimeError, TypeError)
 PEERS = ("eager", "sdpa", *SDPA_BACKENDS, "flex", *FLASH_MODULES)
 OURS = ("triton", "tilelang", "triton-softmax", "tilelang-softmax", "auto")
 KERNELS = (*PEERS, *OURS)
@@ -109,8 +112,8 @@ def why_not(kernel: str, case: Case, name: str) -> str | None:
             return "it runs on GPUs only"
         if case.dtype == "float32":
             return "it computes float16 and bfloat16 only"
-        if _flash(kernel) is None:
-            return f"the package {FLASH_MODULES[kernel]} cannot be imported"
+        if isinstance(problem := _flash(kernel), str):
+            return problem
         if kernel == "fa3" and name in WITH_BACKWARD:
             return "this package has the forward only"
     return None
@@ -127,7 +130,7 @@ def make_variant(kernel: str, case: Case) -> Variant:
         )
     if kernel in FLASH_MODULES:
         flash = _flash(kernel)
-        assert flash is not None, "why_not was not asked"
+        assert not isinstance(flash, str), "why_not was not asked"
         return Variant(lambda q, k, v: _first(flash(q, k, v, causal=is_causal)), is_bshd=True)
     if kernel == "flex":
         return Variant(_flex(case))
@@ -142,12 +145,14 @@ def _attention(
     return out
 
 
-def _flash(kernel: str) -> Callable[..., Any] | None:
-    """A package's flash_attn_func, or None where it is not installed."""
+@functools.cache
+def _flash(kernel: str) -> Callable[..., Any] | str:
+    """A package's flash_attn_func, or why there is none."""
+    module = FLASH_MODULES[kernel]
     try:
-        return importlib.import_module(FLASH_MODULES[kernel]).flash_attn_func
-    except ImportError:
-        return None
+        return importlib.import_module(module).flash_attn_func
+    except IMPORT_FAILURES as error:
+        return f"the package {module} cannot be imported: {error}"
 
 
 def _first(result: Any) -> torch.Tensor:
