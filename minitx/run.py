@@ -315,7 +315,7 @@ class Run:
         batch; returns the line that says so."""
         assert self.trainer is not None
         if not all(bool(p.isfinite().all()) for p in self.trainer.model.parameters()):
-            return f"{error}. The weights themselves are not finite; {self.how_to_go_on()}"
+            return f"{error}; the weights themselves are not finite; {self.how_to_go_on()}"
         step = error.before["step"]
         checkpoint = None  # the initial weights
         if step == self.saved_at and step > 0:
@@ -325,7 +325,7 @@ class Run:
         with self.writing(self.out_dir):
             path = save_batch(self.out_dir, self.trainer, error, checkpoint)
         return (
-            f"{error}. {self.how_to_go_on()}. The batch alone: python train.py "
+            f"{error}; {self.how_to_go_on()}; the batch alone: python train.py "
             f"--debug.replay {path}"
         )
 

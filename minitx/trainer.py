@@ -220,9 +220,9 @@ class Trainer:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"step {self.step_number + 1}: loss {result.loss}, gradient norm {result.grad_norm} on "
-            f"kernel '{self.kernel}' in {dtype}; the weights are as they were before it. "
-            "Try a lower --optim.lr or more --optim.warmup_steps; --kernel eager shows whether "
-            "it is the kernel"
+            f"kernel '{self.kernel}' in {dtype}; the weights are as they were before it; "
+            "try a lower --optim.lr or more --optim.warmup_steps (--kernel eager shows whether "
+            "it is the kernel)"
         )
 
     @torch.no_grad()

@@ -66,8 +66,8 @@ def test_a_non_finite_step_is_one_line_and_loses_nothing(tmp_path, broken_kernel
     run = tmp_path / "run"
     line = stopped_line(capsys, 5, run_train(args))
     assert "step 5: loss nan, gradient norm nan on kernel 'sdpa' in float32" in line
-    assert "Try a lower --optim.lr" in line
-    assert f"go on with: python train.py --resume {run}." in line
+    assert "try a lower --optim.lr" in line
+    assert f"go on with: python train.py --resume {run};" in line
     assert f"--debug.replay {run / 'debug_step_00000005.safetensors'}" in line
     assert {p.name for p in (run / "checkpoints").iterdir()} == {
         "step_00000004",
@@ -174,7 +174,7 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path, monkeypatch, ca
     monkeypatch.setattr(Trainer, "update", update)
     args = tiny_args(tmp_path, compare="none", checkpoint__interval=2, log__eval_interval=0)
     line = stopped_line(capsys, 5, run_train(args))
-    assert "The weights themselves are not finite; go on with:" in line
+    assert "the weights themselves are not finite; go on with:" in line
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
 
 

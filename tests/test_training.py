@@ -284,6 +284,26 @@ def test_waiting_for_batches_is_measured(config):
     assert 0.1 <= trainer.data_seconds < 0.5
 
 
+@pytest.mark.gpu
+def test_the_loader_does_not_hold_up_a_gpu(tmp_path):
+    """16 micro-batches a step: all are read while the step before is computed."""
+    changes = {
+        "device": "cuda",
+        "compare": "none",
+        "max_steps": 30,
+        "log__interval": 10,
+        "log__eval_interval": 0,
+        "model__n_embd": 512,
+        "model__max_seq_len": 512,
+        "batch__tokens": 32768,
+        "batch__micro": 4,
+    }
+    assert run_train(tiny_args(tmp_path, **changes)) == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    last = [r for r in records if r["kind"] == "train"][-1]
+    assert last["data_ms"] < 0.05 * last["ms_per_step"]
+
+
 def test_evaluating_in_between_changes_nothing_that_is_learned(tmp_path):
     losses = []
     for out, interval in (("a", 0), ("b", 1)):
