@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_every_start_says_where_it_ran(tmp_path, monkeypatch):
         assert entry["config"]["resume"] is None
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_git_state_is_that_of_the_source(tmp_path, monkeypatch):
     """In a repository of two files, clean, then changed, and with a package that is not its own."""
 
