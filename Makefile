@@ -26,7 +26,7 @@ gpu-test: $(VENV)/.installed  ## the tests that need a GPU
 lint: $(VENV)/.installed  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed  ## what this machine can measure, into runs/bench
 	$(BIN)/python -m minitx.bench softmax $(ARGS)

@@ -113,6 +113,6 @@ def cross_entropy_rows(
             HAS_ROW_GRAD=row_grad is not None,
             WRITE_GRAD=write_grad,
             BLOCK=block,
-            num_warps=max(1, block // (32 * VALUES_PER_THREAD)),
+            num_warps=max(1, block // (32 * VALUES_PER_THREAD)),  # pyright: ignore[reportCallIssue]
         )
     return nll
