@@ -192,7 +192,7 @@ class Tiles(NamedTuple):
 
 def padded_head_dim(D: int) -> int:
     """HEAD_DIM: a power of two, of which tl.dot wants 16 at least."""
-    return max(16, triton.next_power_of_2(D))
+    return 1 << max(4, (D - 1).bit_length())
 
 
 @functools.cache
