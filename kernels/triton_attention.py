@@ -29,24 +29,24 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.triton_attention_bwd import launch_bwd
+from minitx.kernels.triton_attention_tiles import (
+    fwd_tiles,
+    heads_per_wave,
+    is_exact,
+    is_wide,
+    padded_head_dim,
+    scale_sign,
+)
 from minitx.kernels.triton_runtime import device_function, launching_on
 from minitx.kernels.triton_tiles import (
     FLOAT32_PRODUCTS,
     LOG2E,
-    Tiles,
     exact_exp,
-    has_large_tiles,
     head_start,
-    heads_per_wave,
-    interpreter_tiles,
-    is_exact,
-    is_wide,
     key_range,
     load_tile,
     next_power_of_2,
-    padded_head_dim,
     rows_offset,
-    scale_sign,
     signed,
     store_tile,
     tile_and_head,
@@ -155,24 +155,6 @@ def attention_fwd(
     store_tile(out_ptr, out_offsets, acc, Sq - start_m, D)
 
 
-def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """The forward's tiles: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
-        return interpreter_tiles(q, k)
-    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
-    if is_float32 and HEAD_DIM > 128:
-        return Tiles(16, 32, 8, 1)
-    if q.shape[2] <= 16:  # decoding: no more rows than tl.dot asks for
-        return Tiles(16, 32, 4, 2 if HEAD_DIM <= 128 else 1)
-    if is_float32:
-        return Tiles(64, 32, 8, 2) if HEAD_DIM <= 64 else Tiles(32, 32, 8, 1)
-    if HEAD_DIM <= 64:
-        return Tiles(128, 64, 4, 3)
-    if HEAD_DIM <= 128:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(128, 64, 8, 2) if has_large_tiles(q.device.index) else Tiles(64, 32, 4, 2)
-
-
 def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,9 +167,9 @@ def _fwd(
     lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
-    tiles = fwd_tiles(q, k)
+    BLOCK_M, BLOCK_N, num_warps, num_stages = fwd_tiles(q, k)
     with launching_on(q.device):
-        attention_fwd[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
+        attention_fwd[(-(-Sq // BLOCK_M) * B * Hq,)](
             q,
             k,
             v,
@@ -210,7 +192,10 @@ def _fwd(
             SCALE_SIGN=scale_sign(scale),
             EXACT=is_exact(q),
             WIDE=is_wide(q, k, v, out),
-            **tiles._asdict(),
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=num_warps,
+            num_stages=num_stages,
             enable_fp_fusion=True,
         )
     return out, lse

@@ -14,30 +14,31 @@ Hopper where its left operand is a transposed register tile.
 """
 
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
 import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.triton_attention_tiles import (
+    dkdv_tiles,
+    dq_tiles,
+    heads_per_wave,
+    is_exact,
+    is_wide,
+    padded_head_dim,
+    scale_sign,
+)
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
     FLOAT32_PRODUCTS,
     LOG2E,
-    Tiles,
     exact_exp,
-    has_large_tiles,
     head_start,
-    heads_per_wave,
-    interpreter_tiles,
-    is_exact,
-    is_wide,
     key_range,
     load_tile,
-    padded_head_dim,
     query_range,
     rows_offset,
-    scale_sign,
     signed,
     store_tile,
     tile_and_head,
@@ -281,36 +282,6 @@ def attention_bwd_dkdv(
         store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
 
 
-def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """Tiles of attention_bwd_dq: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
-        return interpreter_tiles(q, k)
-    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
-    if is_float32 and HEAD_DIM <= 64:
-        return Tiles(64, 32, 8, 2)
-    if is_float32:
-        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
-    if HEAD_DIM <= 64:
-        return Tiles(128, 64, 8, 2)
-    if not has_large_tiles(q.device.index):
-        return Tiles(64, 64, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
-    return Tiles(128, 64, 8, 2) if HEAD_DIM <= 128 else Tiles(128, 32, 8, 1)
-
-
-def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """Tiles of attention_bwd_dkdv: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
-        return interpreter_tiles(q, k)
-    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
-    if is_float32:
-        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
-    if HEAD_DIM <= 64:
-        return Tiles(64, 128, 8, 2)
-    if not has_large_tiles(q.device.index):
-        return Tiles(64, 64, 8, 1) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
-    return Tiles(64, 128, 8, 2) if HEAD_DIM <= 128 else Tiles(32, 64, 8, 1)
-
-
 def launch_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -343,13 +314,13 @@ def launch_bwd(
         return
     # Two floats a query for the second kernel. Rows start 64 bytes apart, and a last tile may read
     # BLOCK_M floats from anywhere in them.
-    pitch = triton.cdiv(Sq, 16) * 16
+    pitch = -(-Sq // 16) * 16
     rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
     exponent, delta = rows, rows[B * Hq * pitch :]
     if q.numel() > 0:
-        tiles = dq_tiles(q, k)
+        BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
         dq_out = q if dq is None else dq
-        attention_bwd_dq[(triton.cdiv(Sq, tiles.BLOCK_M) * B * Hq,)](
+        attention_bwd_dq[(-(-Sq // BLOCK_M) * B * Hq,)](
             q,
             k,
             v,
@@ -379,12 +350,15 @@ def launch_bwd(
             NEEDS_DQ=dq is not None,
             WIDE=is_wide(q, k, v, out, dout, dq_out),
             **common,
-            **tiles._asdict(),
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=num_warps,
+            num_stages=num_stages,
         )
     if k.numel() > 0 and (dk is not None or dv is not None):
-        tiles = dkdv_tiles(q, k)
+        BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
         dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
-        attention_bwd_dkdv[(triton.cdiv(Skv, tiles.BLOCK_N) * B * Hkv,)](
+        attention_bwd_dkdv[(-(-Skv // BLOCK_N) * B * Hkv,)](
             q,
             k,
             v,
@@ -412,5 +386,8 @@ def launch_bwd(
             NEEDS_DV=dv is not None,
             WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
             **common,
-            **tiles._asdict(),
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=num_warps,
+            num_stages=num_stages,
         )

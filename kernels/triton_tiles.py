@@ -6,11 +6,6 @@ tile's first row are found in 64 bits; within a tile offsets have 32 bits, unles
 large (WIDE) that 256 rows or columns would exceed them.
 """
 
-import functools
-from typing import NamedTuple
-
-import torch
-import triton
 import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
@@ -20,7 +15,6 @@ from minitx.kernels.triton_runtime import device_function
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT32_PRODUCTS = tl.constexpr("ieee")  # never plain TF32, whatever PyTorch allows its own
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
 
 @device_function
@@ -179,58 +173,3 @@ def visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL: tl.constexpr, BLOCK_N:
     # One comparison an element: a query that does not exist sees no key, as if it were long before.
     last_key = tl.where(queries < Sq, queries + (Skv - Sq) if IS_CAUSAL else Skv, -1)
     return keys <= last_key[None, :]
-
-
-class Tiles(NamedTuple):
-    """How a kernel is cut up: queries and keys a tile, warps a program, loads in flight."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-
-
-def padded_head_dim(D: int) -> int:
-    """HEAD_DIM: a power of two, of which tl.dot wants 16 at least."""
-    return 1 << max(4, (D - 1).bit_length())
-
-
-@functools.cache
-def has_large_tiles(device_index: int) -> bool:
-    """Whether a program may have 160 KiB of shared memory, as on A100, H100 and B200, and not only
-    the 99 KiB of other GPUs since Ampere."""
-    properties = torch.cuda.get_device_properties(device_index)
-    return properties.shared_memory_per_block_optin >= 160 * 2**10
-
-
-def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
-    """The interpreter pays by the operation, not by the element: the largest tiles of use."""
-    BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))
-    BLOCK_N = min(128, max(16, triton.next_power_of_2(k.shape[2])))
-    return Tiles(BLOCK_M, BLOCK_N, 4, 1)
-
-
-def scale_sign(scale: float) -> int:
-    """-1, 0 or 1; 0 also for what float32 would flush to it."""
-    if abs(scale) < 2.0**-126:
-        return 0
-    return 1 if scale > 0 else -1
-
-
-def is_exact(x: torch.Tensor) -> bool:
-    """Whether exponentials are to be right to the last bits of float32, and not of 16-bit types."""
-    return x.dtype == torch.float32
-
-
-def is_wide(*tensors: torch.Tensor) -> bool:
-    """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
-    always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
-    if tensors[0].device.type == "cpu":
-        return True
-    return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
-
-
-def heads_per_wave(head_bytes: int, group: int = 1) -> int:
-    """How many heads go at a time, in whole groups, where a group reads head_bytes over and over:
-    as many as leave half of a large L2 cache to the rest."""
-    return max(1, L2_BYTES // max(1, head_bytes)) * group

@@ -13,8 +13,8 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minitx.kernels import triton_attention, triton_attention_bwd
-from minitx.kernels.triton_tiles import padded_head_dim
+from minitx.kernels import triton_attention, triton_attention_bwd, triton_attention_tiles
+from minitx.kernels.triton_attention_tiles import padded_head_dim
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALIGNED = [["tt.divisibility", 16]]
@@ -62,8 +62,7 @@ def compile_kernel(kernel, tiles, dtype: str, D: int):
 
 
 def main(dtype: str = "bf16", D: str = "64") -> None:
-    for module in (triton_attention, triton_attention_bwd):
-        module.has_large_tiles = lambda device_index: True
+    triton_attention_tiles.has_large_tiles = lambda device_index: True
     # What the choice of tiles looks at, without a GPU.
     x = SimpleNamespace(
         shape=(1, 1, 1024, int(D)), dtype=DTYPES[dtype], device=torch.device("cuda", 0)

@@ -24,7 +24,12 @@ if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
 from minitx.kernels import triton_attention, triton_attention_bwd  # noqa: E402
-from minitx.kernels.triton_tiles import Tiles, heads_per_wave, is_wide, scale_sign  # noqa: E402
+from minitx.kernels.triton_attention_tiles import (  # noqa: E402
+    Tiles,
+    heads_per_wave,
+    is_wide,
+    scale_sign,
+)
 
 INTERPRETED = _probe.device.type == "cpu"
 

@@ -1,0 +1,116 @@
+"""How the Triton attention kernels are cut up and launched: tiles, warps, the order of heads.
+
+Chosen by a few ifs from head dim, dtype and what a GPU has on chip. Nothing is tried out on the
+tensors of a call: its first run is as right as any, and as quick, once compiled.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up: queries and keys a tile, warps a program, loads in flight."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_head_dim(D: int) -> int:
+    """HEAD_DIM: a power of two, of which tl.dot wants 16 at least."""
+    return 1 << max(4, (D - 1).bit_length())
+
+
+@functools.cache
+def has_large_tiles(device_index: int) -> bool:
+    """Whether a program may have 160 KiB of shared memory, as on A100, H100 and B200, and not only
+    the 99 KiB of other GPUs since Ampere."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return properties.shared_memory_per_block_optin >= 160 * 2**10
+
+
+def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """The interpreter pays by the operation, not by the element: the largest tiles of use."""
+    BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))
+    BLOCK_N = min(128, max(16, triton.next_power_of_2(k.shape[2])))
+    return Tiles(BLOCK_M, BLOCK_N, 4, 1)
+
+
+def scale_sign(scale: float) -> int:
+    """-1, 0 or 1; 0 also for what float32 would flush to it."""
+    if abs(scale) < 2.0**-126:
+        return 0
+    return 1 if scale > 0 else -1
+
+
+def is_exact(x: torch.Tensor) -> bool:
+    """Whether exponentials are to be right to the last bits of float32, and not of 16-bit types."""
+    return x.dtype == torch.float32
+
+
+def is_wide(*tensors: torch.Tensor) -> bool:
+    """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
+    always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
+    if tensors[0].device.type == "cpu":
+        return True
+    return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
+
+
+def heads_per_wave(head_bytes: int, group: int = 1) -> int:
+    """How many heads go at a time, in whole groups, where a group reads head_bytes over and over:
+    as many as leave half of a large L2 cache to the rest."""
+    return max(1, L2_BYTES // max(1, head_bytes)) * group
+
+
+def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """The forward's tiles: the fastest of those that fit on chip."""
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32 and HEAD_DIM > 128:
+        return Tiles(16, 32, 8, 1)
+    if q.shape[2] <= 16:  # decoding: no more rows than tl.dot asks for
+        return Tiles(16, 32, 4, 2 if HEAD_DIM <= 128 else 1)
+    if is_float32:
+        return Tiles(64, 32, 8, 2) if HEAD_DIM <= 64 else Tiles(32, 32, 8, 1)
+    if HEAD_DIM <= 64:
+        return Tiles(128, 64, 4, 3)
+    if HEAD_DIM <= 128:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(128, 64, 8, 2) if has_large_tiles(q.device.index) else Tiles(64, 32, 4, 2)
+
+
+def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """Tiles of attention_bwd_dq: the fastest of those that fit on chip."""
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32 and HEAD_DIM <= 64:
+        return Tiles(64, 32, 8, 2)
+    if is_float32:
+        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
+    if HEAD_DIM <= 64:
+        return Tiles(128, 64, 8, 2)
+    if not has_large_tiles(q.device.index):
+        return Tiles(64, 64, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    return Tiles(128, 64, 8, 2) if HEAD_DIM <= 128 else Tiles(128, 32, 8, 1)
+
+
+def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
+    """Tiles of attention_bwd_dkdv: the fastest of those that fit on chip."""
+    if q.device.type == "cpu":
+        return interpreter_tiles(q, k)
+    HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
+    if is_float32:
+        return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
+    if HEAD_DIM <= 64:
+        return Tiles(64, 128, 8, 2)
+    if not has_large_tiles(q.device.index):
+        return Tiles(64, 64, 8, 1) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
+    return Tiles(64, 128, 8, 2) if HEAD_DIM <= 128 else Tiles(32, 64, 8, 1)
