@@ -37,7 +37,7 @@ from minitx.kernels.triton_attention_tiles import (
     padded_head_dim,
     scale_sign,
 )
-from minitx.kernels.triton_runtime import device_function, launching_on
+from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
 from minitx.kernels.triton_tiles import (
     FLOAT32_PRODUCTS,
     LOG2E,
@@ -159,7 +159,7 @@ def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), out in q's layout."""
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if IS_INTERPRETED and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
@@ -218,7 +218,7 @@ def _bwd(
     needs: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), in the inputs' layouts; one that is not needed is an empty tensor."""
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if IS_INTERPRETED and q.dtype != torch.float32:
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from minitx.kernels.triton_runtime import IS_INTERPRETED
+
 L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
 
@@ -57,9 +59,7 @@ def is_exact(x: torch.Tensor) -> bool:
 def is_wide(*tensors: torch.Tensor) -> bool:
     """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
     always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
-    if tensors[0].device.type == "cpu":
-        return True
-    return any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
+    return IS_INTERPRETED or any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
 
 
 def heads_per_wave(head_bytes: int, group: int = 1) -> int:
@@ -70,7 +70,7 @@ def heads_per_wave(head_bytes: int, group: int = 1) -> int:
 
 def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """The forward's tiles: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
+    if IS_INTERPRETED:
         return interpreter_tiles(q, k)
     HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
     if is_float32 and HEAD_DIM > 128:
@@ -88,7 +88,7 @@ def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
 
 def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """Tiles of attention_bwd_dq: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
+    if IS_INTERPRETED:
         return interpreter_tiles(q, k)
     HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
     if is_float32 and HEAD_DIM <= 64:
@@ -104,7 +104,7 @@ def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
 
 def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """Tiles of attention_bwd_dkdv: the fastest of those that fit on chip."""
-    if q.device.type == "cpu":
+    if IS_INTERPRETED:
         return interpreter_tiles(q, k)
     HEAD_DIM, is_float32 = padded_head_dim(q.shape[3]), q.dtype == torch.float32
     if is_float32:

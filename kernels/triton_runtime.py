@@ -10,6 +10,9 @@ import torch
 import triton
 from triton import knobs
 
+# Decided when triton is imported, for CPU and GPU tensors alike.
+IS_INTERPRETED = knobs.runtime.interpret
+
 # The interpreter replaces functions of triton.language while a kernel runs: one kernel at a time.
 _interpreter_lock = threading.RLock()
 
@@ -20,7 +23,7 @@ def device_function(fn: Callable) -> Callable:
     In the interpreter they stay plain Python: there each call of a jitted function patches all of
     triton.language anew, which takes longer than what the function does.
     """
-    return fn if knobs.runtime.interpret else triton.jit(fn)
+    return fn if IS_INTERPRETED else triton.jit(fn)
 
 
 @contextlib.contextmanager
@@ -39,7 +42,7 @@ def launching_on(device: torch.device) -> contextlib.AbstractContextManager:
     Triton launches on the current device and its current stream: where the tensors' device is
     another, it is made current for the while.
     """
-    if device.type == "cpu":
+    if IS_INTERPRETED:
         return _interpreting()
     if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()

@@ -7,14 +7,13 @@ large (WIDE) that 256 rows or columns would exceed them.
 """
 
 import triton.language as tl
-from triton import knobs
 from triton.language.extra import libdevice
 
-from minitx.kernels.triton_runtime import device_function
+from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT32_PRODUCTS = tl.constexpr("ieee")  # never plain TF32, whatever PyTorch allows its own
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
 @device_function

@@ -23,7 +23,11 @@ _support = supports("triton", _probe, _probe, _probe)
 if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
-from minitx.kernels import triton_attention, triton_attention_bwd  # noqa: E402
+from minitx.kernels import (  # noqa: E402
+    triton_attention,
+    triton_attention_bwd,
+    triton_attention_tiles,
+)
 from minitx.kernels.triton_attention_tiles import (  # noqa: E402
     Tiles,
     heads_per_wave,
@@ -183,6 +187,8 @@ def test_strides_too_large_for_32_bits(small_tiles, device, monkeypatch):
         results.append(run_attention("triton", q, k, v, dout, is_causal=True))
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(getattr(results[0], name), getattr(results[1], name))
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_attention_tiles, "IS_INTERPRETED", False)
     meta = torch.empty(1, device="meta")
     assert is_wide(meta.expand(2, 2, 4, 4), meta.as_strided((1, 1, 4, 4), (1, 1, 2**22, 1)))
     assert is_wide(meta.as_strided((1, 1, 4, 4), (1, 1, 1, 2**22)))
