@@ -10,8 +10,11 @@ import torch
 import triton
 from triton import knobs
 
+from minitx.kernels.runtime import triton_is_interpreted
+
 # Decided when triton is imported, for CPU and GPU tensors alike.
 IS_INTERPRETED = knobs.runtime.interpret
+triton_is_interpreted()  # which says so, once
 
 # The interpreter replaces functions of triton.language while a kernel runs: one kernel at a time.
 _interpreter_lock = threading.RLock()
