@@ -1,13 +1,12 @@
 """Fused attention in Triton: scores stay on chip, and the softmax is taken online, tile by tile.
 
 A program has BLOCK_M queries of one head and walks over the keys they see, BLOCK_N at a time
-(FlashAttention-2, section 3.1). With s the scores of a tile and m the largest so far, all times
-log2(e) * scale, it keeps
+(FlashAttention-2, section 3.1). With s the scores q k^T of a tile and m the largest so far, it keeps
 
-    row_max = m,   row_sum = sum 2^(s - m),   acc = sum 2^(s - m) v
+    row_max = m,   row_sum = sum exp(scale (s - m)),   acc = sum exp(scale (s - m)) v
 
-and where m grows, multiplies row_sum and acc by 2^(m_old - m_new). In the end out = acc / row_sum,
-lse = ln(row_sum) + scale * m.
+and where m grows, multiplies row_sum and acc by exp(scale (m_old - m_new)). In the end
+out = acc / row_sum and lse = ln(row_sum) + scale * m.
 
     queries     keys ->    B bulk: every query of the tile sees every key, no mask at all
       |         B B M .    M masked: the diagonal, and the ragged end of the keys
@@ -39,8 +38,8 @@ from minitx.kernels.triton_attention_tiles import (
 )
 from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
 from minitx.kernels.triton_tiles import (
-    FLOAT32_PRODUCTS,
     LOG2E,
+    PRECISION,
     exact_exp,
     head_start,
     key_range,
@@ -128,7 +127,7 @@ def attention_fwd(
     for MASKED in tl.static_range(2):  # first the bulk without a mask, then the rest with it
         for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
             k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-            scores = tl.dot(q, tl.trans(k), input_precision=FLOAT32_PRODUCTS)  # [BLOCK_M, BLOCK_N]
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if MASKED:
                 visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -140,7 +139,7 @@ def attention_fwd(
             row_max = new_max
             row_sum = row_sum * rescale + tl.sum(p, 1)
             v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=FLOAT32_PRODUCTS)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             k_ptr += k_step
             v_ptr += v_step
 

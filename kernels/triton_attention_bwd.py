@@ -31,8 +31,8 @@ from minitx.kernels.triton_attention_tiles import (
 )
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
-    FLOAT32_PRODUCTS,
     LOG2E,
+    PRECISION,
     exact_exp,
     head_start,
     key_range,
@@ -162,17 +162,14 @@ def attention_bwd_dq(
             for start_n in range(bulk_end * MASKED, end if MASKED else bulk_end, BLOCK_N):
                 k = load_tile(k_ptr, k_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
                 v = load_tile(v_ptr, v_offsets, Skv - start_n, D, MASKED)  # [BLOCK_N, HEAD_DIM]
-                scores = tl.dot(
-                    q, tl.trans(k), input_precision=FLOAT32_PRODUCTS
-                )  # [BLOCK_M, BLOCK_N]
-                dp = tl.dot(
-                    dout, tl.trans(v), input_precision=FLOAT32_PRODUCTS
-                )  # [BLOCK_M, BLOCK_N]
+                # Both [BLOCK_M, BLOCK_N]
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                 ds = _probabilities(scores, score_scale, exponent, EXACT) * (dp - delta)
                 if MASKED:
                     visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     ds = tl.where(visible, ds, 0.0)
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=FLOAT32_PRODUCTS)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 k_ptr += k_step
                 v_ptr += v_step
 
@@ -257,20 +254,20 @@ def attention_bwd_dkdv(
             row = tl.cast(head, tl.int64) * pitch + start_m
             # Past Sq these read what may be there: the mask undoes it.
             exponent = tl.load(exponent_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
-            scores = tl.dot(k, tl.trans(q), input_precision=FLOAT32_PRODUCTS)  # [BLOCK_N, BLOCK_M]
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             p = _probabilities(scores, score_scale, exponent[None, :], EXACT)
             if MASKED:
                 visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                 p = tl.where(visible, p, 0.0)
             if NEEDS_DV:
-                dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=FLOAT32_PRODUCTS)
+                dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=PRECISION)
             if NEEDS_DK:
-                dp = tl.dot(v, tl.trans(dout), input_precision=FLOAT32_PRODUCTS)  # as scores
+                dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # as scores
                 delta = tl.load(delta_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
                 ds = p * (dp - delta[None, :])
                 if MASKED:  # delta may be NaN. p tells what the mask told, and is at hand.
                     ds = tl.where(p == 0.0, 0.0, ds)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLOAT32_PRODUCTS)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     if NEEDS_DK:
         dk_ptr = head_start(dk_ptr, kv_head, Hkv, dk_strides) + rows_offset(start_n, dk_strides)

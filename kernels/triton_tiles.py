@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
-FLOAT32_PRODUCTS = tl.constexpr("ieee")  # never plain TF32, whatever PyTorch allows its own
+PRECISION = tl.constexpr("ieee")  # of float32 products: never TF32, whatever PyTorch is allowed
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
