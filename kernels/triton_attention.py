@@ -1,7 +1,8 @@
 """Fused attention in Triton: scores stay on chip, and the softmax is taken online, tile by tile.
 
 A program has BLOCK_M queries of one head and walks over the keys they see, BLOCK_N at a time
-(FlashAttention-2, section 3.1). With s the scores q k^T of a tile and m the largest so far, it keeps
+(FlashAttention-2, section 3.1). With s the scores q k^T of a tile and m the largest so far, it
+keeps
 
     row_max = m,   row_sum = sum exp(scale (s - m)),   acc = sum exp(scale (s - m)) v
 
