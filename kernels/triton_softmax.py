@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minitx.kernels.custom_ops import define_op, no_second_derivative, save_nothing
+from minitx.kernels.softmax_ops import define_softmax
 from minitx.kernels.triton_rows import (
     exp_below,
     load_visible,
@@ -190,44 +190,7 @@ def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return dx
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(output)
-    ctx.is_causal = inputs[1]
-
-
-def _backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-    (y,) = ctx.saved_tensors
-    return _softmax_bwd(y, dy, ctx.is_causal), None
-
-
-def _vmap(op, info, in_dims, *inputs):
-    """Rows are independent: what is mapped over is one more leading dim."""
-    *tensors, is_causal = inputs
-    mapped = (
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip(tensors, in_dims, strict=False)
-    )
-    return op(*mapped, is_causal), 0
-
-
-_softmax_fwd = define_op(
-    "triton_softmax_fwd",
-    "(Tensor x, bool is_causal) -> Tensor",
-    kernel=_fwd,
-    fake=lambda x, is_causal: torch.empty_like(x),
-    setup_context=_setup_context,
-    backward=_backward,
-    vmap=_vmap,
-)
-_softmax_bwd = define_op(
-    "triton_softmax_bwd",
-    "(Tensor y, Tensor dy, bool is_causal) -> Tensor",
-    kernel=_bwd,
-    fake=lambda y, dy, is_causal: torch.empty_like(y),
-    setup_context=save_nothing,
-    backward=no_second_derivative("triton"),
-    vmap=_vmap,
-)
+_softmax = define_softmax("triton", _fwd, _bwd)
 
 
 def triton_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
@@ -237,4 +200,4 @@ def triton_softmax(rows: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
     With `is_causal` rows are scores [..., Sq, Skv]. Differentiable once; a second derivative
     raises.
     """
-    return _softmax_fwd(rows, is_causal)
+    return _softmax(rows, is_causal)
