@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from attention_contract import KERNELS
+
+from minitx.kernels import supports
 
 # Tests are tiny: a second thread costs more than it brings, and on a busy machine threads that wait
 # for one another in a parallel region make a test a hundred times slower.
@@ -24,3 +27,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run here: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, device: str) -> str:
+    """The attention contract's kernels, one after the other."""
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    support = supports(request.param, probe, probe, probe)
+    if not support.ok:
+        pytest.skip(support.reason)
+    return request.param
+
+
+@pytest.fixture
+def has_lse(kernel: str, device: str) -> bool:
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    return supports(kernel, probe, probe, probe, return_lse=True).ok
+
+
+@pytest.fixture
+def lse_kernel(kernel: str, has_lse: bool) -> str:
+    if not has_lse:
+        pytest.skip("it does not return lse")
+    return kernel

@@ -1,0 +1,381 @@
+"""How every attention kernel must behave: autograd, integration with PyTorch, refusals, devices."""
+
+import itertools
+
+import pytest
+import torch
+from attention_contract import NAN, check
+from torch.utils.checkpoint import checkpoint
+
+from minitx.kernels import KernelUnavailableError, attention, merge_attention
+from minitx.testing import (
+    assert_within_budget,
+    check_attention,
+    make_qkv,
+    max_error,
+    oracle_attention,
+    run_attention,
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+# Autograd
+
+
+def test_expanded_dout_by_hand(kernel, device):
+    q, k, v = (
+        torch.tensor(x, device=device).view(1, 1, 2, 1).requires_grad_()
+        for x in ([0.0, 0.0], [1.0, 3.0], [2.0, 4.0])
+    )
+    out = attention(q, k, v, scale=1.0, kernel=kernel)
+    out.sum().backward()  # a gradient of stride 0
+    for actual, expected in (
+        (out, [2.0, 3.0]),
+        (q.grad, [0.0, 1.0]),
+        (k.grad, [0.0, 0.0]),
+        (v.grad, [1.5, 0.5]),
+    ):
+        torch.testing.assert_close(actual.flatten().tolist(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["expanded", "sliced", "transposed"])
+def test_dout_of_any_strides(kernel, device, shape):
+    q, k, v = make_qkv(2, 2, 2, 20, 20, 16, device=device)
+    dout = {
+        "expanded": torch.randn(2, 1, 20, 1, device=device).expand(2, 2, 20, 16),
+        "sliced": torch.randn(2, 2, 20, 40, device=device)[..., 3:35:2],
+        "transposed": torch.randn(2, 16, 20, 2, device=device).transpose(1, 3),
+    }[shape]
+    actual = run_attention(kernel, q, k, v, dout, is_causal=True, return_lse=False)
+    expected = run_attention(kernel, q, k, v, dout.contiguous(), is_causal=True, return_lse=False)
+    for name in ("dq", "dk", "dv"):
+        torch.testing.assert_close(
+            getattr(actual, name), getattr(expected, name), rtol=0, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_lse_is_differentiable(lse_kernel, device, is_causal):
+    q, k, v = make_qkv(2, 4, 2, 70, 70, 16, device=device)
+    check_attention(lse_kernel, q, k, v, is_causal=is_causal, with_dlse=True)
+
+
+def test_a_loss_of_lse_alone(lse_kernel, device):
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 2, 2, 20, 40, 16, device=device))
+    grads = {}
+    for name in (lse_kernel, "reference"):
+        _, lse = attention(q, k, v, kernel=name, return_lse=True)
+        grads[name] = torch.autograd.grad(lse.sum(), (q, k))
+    for actual, expected in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_merging_two_halves_is_attention_over_the_whole(lse_kernel, device):
+    # The forward and, as merge reads lse, its gradient.
+    q, k, v = make_qkv(1, 4, 2, 33, 80, 16, device=device)
+    dout = torch.randn_like(q)
+    truth = oracle_attention(q, k, v, dout, is_causal=False)
+    eager = run_attention("eager", q, k, v, dout, is_causal=False, return_lse=True)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    parts = [
+        attention(q, k[:, :, s], v[:, :, s], is_causal=False, kernel=lse_kernel, return_lse=True)
+        for s in (slice(0, 31), slice(31, 80))
+    ]
+    out, lse = merge_attention(*parts[0], *parts[1])
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert_within_budget(type(truth)(out, lse, *grads), eager, truth, q.dtype)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+def test_only_the_gradients_asked_for(kernel, device, needs):
+    inputs = make_qkv(1, 4, 2, 20, 20, 16, device=device)
+    dout = torch.randn_like(inputs[0])
+    full = run_attention(kernel, *inputs, dout, is_causal=True, return_lse=False)
+    leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    out = attention(*leaves, kernel=kernel)
+    assert out.requires_grad == any(needs)
+    if any(needs):
+        out.backward(dout)
+    for leaf, need, expected in zip(leaves, needs, (full.dq, full.dk, full.dv), strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(kernel, device, mode):
+    q, k, v = (t.requires_grad_() for t in make_qkv(device=device))
+    with mode():
+        out = attention(q, k, v, kernel=kernel)
+    assert not out.requires_grad
+    assert torch.equal(out, attention(q, k, v, kernel=kernel))
+
+
+def test_a_second_derivative_is_right_or_refused(kernel, device):
+    q, k, v = (t.requires_grad_() for t in make_qkv(1, 1, 1, 8, 8, 16, device=device))
+
+    def second(name: str) -> torch.Tensor:
+        out = attention(q, k, v, kernel=name)
+        (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), k)[0]
+
+    try:
+        actual = second(kernel)
+    except RuntimeError as error:
+        assert "derivative" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(actual, second("reference"))
+
+
+def test_inputs_are_left_alone_and_changes_to_them_are_noticed(kernel, device):
+    q, k, v = (t.requires_grad_() for t in make_qkv(device=device))
+    before = [t.detach().clone() for t in (q, k, v)]
+    out = attention(q, k, v, kernel=kernel)
+    out.sum().backward(retain_graph=True)
+    assert all(torch.equal(t, b) for t, b in zip((q, k, v), before, strict=True))
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_changing_out_is_noticed(kernel, device):
+    if kernel == "eager":
+        pytest.skip("it does not save its output")
+    q, k, v = (t.requires_grad_() for t in make_qkv(device=device))
+    out = attention(q, k, v, kernel=kernel)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_backward_twice_and_again_is_the_same(kernel, device):
+    if kernel in ("eager", "sdpa") and device == "cuda":
+        pytest.skip("PyTorch's own kernels make no such promise")
+    q, k, v = make_qkv(2, 4, 2, 130, 130, 16, device=device)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, kernel=kernel)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    again = torch.autograd.grad(out, (q, k, v), dout)
+    fresh = torch.autograd.grad(attention(q, k, v, kernel=kernel), (q, k, v), dout)
+    for a, b, c in zip(first, again, fresh, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+# Integration
+
+
+def test_autocast_casts_all_three(kernel, device):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=device)
+    q.requires_grad_()
+    k, v = k.bfloat16(), v.bfloat16()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = attention(q, k, v, kernel=kernel)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"float32, torch\.bfloat16"):
+        attention(q, k, v, kernel=kernel)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_under_autocast(kernel, device, use_reentrant):
+    x = torch.randn(2, 20, 32, device=device, requires_grad=True)
+    weight = torch.randn(32, 96, device=device, requires_grad=True)
+
+    def block(x):
+        q, k, v = (x @ weight).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return attention(q, k, v, kernel=kernel).transpose(1, 2).flatten(2)
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        plain = torch.autograd.grad(block(x).float().square().sum(), (x, weight))
+        out = checkpoint(block, x, use_reentrant=use_reentrant)
+        out.float().square().sum().backward()
+    torch.testing.assert_close(x.grad, plain[0])
+    torch.testing.assert_close(weight.grad, plain[1])
+
+
+def test_torch_func_grad(kernel, device):
+    q, k, v = make_qkv(1, 4, 2, 20, 20, 16, device=device)
+    loss = lambda name: lambda q: attention(q, k, v, kernel=name).square().sum()  # noqa: E731
+    torch.testing.assert_close(
+        torch.func.grad(loss(kernel))(q), torch.func.grad(loss("reference"))(q)
+    )
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_compiled_without_a_break_or_a_compile_per_length(kernel, device, layout):
+    torch._dynamo.reset()
+
+    def block(q, k, v):
+        return attention(q * 2, k, v, kernel=kernel) + 1
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, S in enumerate((64, 70, 33)):
+        q, k, v = (
+            t.requires_grad_() for t in make_qkv(2, 4, 2, S, S, 16, device=device, layout=layout)
+        )
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(q, k, v)
+        expected = block(q, k, v)
+        torch.testing.assert_close(out, expected)
+        dout = torch.randn_like(out)
+        for actual, wanted in zip(
+            torch.autograd.grad(out, (q, k, v), dout),
+            torch.autograd.grad(expected, (q, k, v), dout),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, wanted)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "v_shape", "message"),
+    [
+        ((1, 2, 8, 64), (1, 2, 8, 32), (1, 2, 8, 32), "head dim"),
+        ((1, 2, 8, 16), (1, 2, 8, 16), (1, 2, 7, 16), "one shape"),
+        ((1, 4, 8, 16), (1, 3, 8, 16), (1, 3, 8, 16), "multiple of key heads"),
+        ((2, 2, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16), "batch"),
+        ((2, 8, 16), (2, 8, 16), (2, 8, 16), "4-D"),
+        ((1, 1, 8, 257), (1, 1, 8, 257), (1, 1, 8, 257), "from 1 to 256"),
+    ],
+)
+def test_shapes_that_do_not_fit(kernel, q_shape, k_shape, v_shape, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*(torch.zeros(s) for s in (q_shape, k_shape, v_shape)), kernel=kernel)
+
+
+def test_dtypes_that_do_not_fit(kernel, device):
+    x = torch.zeros(1, 1, 8, 16, device=device)
+    with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
+        attention(*[x.long()] * 3, kernel=kernel)
+    with pytest.raises(KernelUnavailableError, match=f"'{kernel}'.*float64.*can: "):
+        attention(*[x.double()] * 3, kernel=kernel)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_float32_is_not_tf32(kernel, has_lse):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 128, 64, generator=generator).cuda() for _ in range(4))
+    truth = oracle_attention(q, k, v, dout, is_causal=True)
+    actual = run_attention(kernel, q, k, v, dout, is_causal=True, return_lse=has_lse)
+    for name in ("out", "dq", "dk", "dv"):
+        assert max_error(getattr(actual, name), getattr(truth, name)) <= 2e-5, name
+
+
+@pytest.mark.gpu
+def test_uninitialised_memory_is_never_read(kernel, has_lse):
+    q, k, v = make_qkv(2, 4, 2, 65, 65, 40, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        poison = torch.full((64 << 20,), NAN, device="cuda")
+        del poison  # its memory is what the kernel's outputs and buffers are made of
+        check(kernel, has_lse, q, k, v, is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(65536, 1, 2, 16), (10923, 6, 2, 16), (1, 1, 1200000, 16)])
+def test_more_programs_than_a_grid_has_in_y(kernel, shape):
+    if shape[2] > 2 and kernel == "eager":
+        pytest.skip("its scores do not fit")
+    q, k = (torch.randn(shape, device="cuda", dtype=torch.float16) for _ in range(2))
+    if shape[2] > 2:  # many tiles, but few keys
+        k = k[:, :, :100]
+    v = torch.ones_like(k)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, is_causal=False, kernel=kernel)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-3)
+    out.sum().backward()
+    torch.testing.assert_close(q.grad, torch.zeros_like(q), rtol=0, atol=2e-2)
+    torch.testing.assert_close(
+        v.grad.float().sum(), torch.tensor(float(out.numel()), device="cuda"), rtol=1e-2, atol=0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.huge
+def test_offsets_beyond_32_bits(kernel):
+    if kernel == "eager":
+        pytest.skip("its scores do not fit")
+    shape = (2048, 16, 1024, 72)  # 2.4e9 elements
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, kernel=kernel)
+    last = [t.detach()[-1:, -1:].clone().requires_grad_() for t in (q, k, v)]
+    expected = attention(*last, kernel=kernel)
+    torch.testing.assert_close(out[-1:, -1:], expected, rtol=0, atol=1.6e-2)
+    dout = torch.randn_like(expected)
+    grads = torch.autograd.grad(out[-1:, -1:], (q, k, v), dout)
+    wanted = torch.autograd.grad(expected, last, dout)
+    for actual, value in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(actual[-1:, -1:], value, rtol=0, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_long_enough_to_fill_the_pipeline(kernel, has_lse, dtype, D):
+    q, k, v = make_qkv(1, 4, 2, 1000, 1100, D, device="cuda", dtype=dtype)
+    for is_causal in (True, False):
+        check(kernel, has_lse, q, k, v, is_causal=is_causal)
+
+
+@pytest.mark.gpu
+def test_current_stream(kernel):
+    q, k, v = make_qkv(2, 4, 4, 256, 256, 64, device="cuda", dtype=torch.float16)
+    expected = attention(q, k, v, kernel=kernel)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    slow = torch.randn(8192, 8192, device="cuda")
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            slow = slow @ slow  # what is launched on another stream runs before q is there
+        late.copy_(q)
+        out = attention(late, k, v, kernel=kernel)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.gpu
+# PyTorch's word on the leaves of this test, which are made outside of the capturing stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_cuda_graph(kernel):
+    q, k, v = make_qkv(2, 4, 4, 256, 256, 64, device="cuda", dtype=torch.float16)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def step():
+        out = attention(q, k, v, kernel=kernel)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    for actual, expected in zip(captured, step(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.two_gpus
+def test_tensors_of_another_gpu(kernel, has_lse):
+    torch.cuda.set_device(0)
+    q, k, v = make_qkv(1, 4, 2, 130, 130, 64, device="cuda:1", dtype=torch.float16)
+    check(kernel, has_lse, q, k, v, is_causal=True)
+    assert torch.cuda.current_device() == 0
