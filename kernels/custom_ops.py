@@ -23,8 +23,8 @@ def define_op(
     torch.autograd.Function; vmap(op, info, in_dims, *inputs) is the rule of
     torch.library.register_vmap with the op before it.
 
-    Defined piece by piece, since an op made by torch.library.custom_op costs half as much again to
-    call. torch.func does not pass through an op's own autograd: under its transforms the same
+    Defined piece by piece, since an op made by torch.library.custom_op passes through more Python
+    at every call. torch.func does not pass through an op's own autograd: under its transforms the same
     functions run as a torch.autograd.Function.
     """
     qualified = f"minitx::{name}"
