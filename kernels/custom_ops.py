@@ -24,8 +24,8 @@ def define_op(
     torch.library.register_vmap with the op before it.
 
     Defined piece by piece, since an op made by torch.library.custom_op passes through more Python
-    at every call. torch.func does not pass through an op's own autograd: under its transforms the same
-    functions run as a torch.autograd.Function.
+    at every call. torch.func does not pass through an op's own autograd: under its transforms the
+    same functions run as a torch.autograd.Function.
     """
     qualified = f"minitx::{name}"
     torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
