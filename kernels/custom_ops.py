@@ -20,8 +20,8 @@ def define_op(
 
     kernel(*inputs) computes, fake(*inputs) returns empty tensors of the results' shapes and
     strides; setup_context(ctx, inputs, output) and backward(ctx, *grads) are those of a
-    torch.autograd.Function; vmap(op, info, in_dims, *inputs) is the rule of
-    torch.library.register_vmap with the op before it.
+    torch.autograd.Function; vmap(call, info, in_dims, *inputs) is the rule of
+    torch.library.register_vmap with the function that is returned before it.
 
     Defined piece by piece, since an op made by torch.library.custom_op passes through more Python
     at every call. torch.func does not pass through an op's own autograd: under its transforms the
@@ -35,7 +35,8 @@ def define_op(
     op = getattr(torch.ops.minitx, name).default
 
     def rule(info, in_dims, *inputs):
-        return vmap(op, info, in_dims, *inputs)
+        # Not the bare op: below this vmap there may be a torch.func.grad.
+        return vmap(call, info, in_dims, *inputs)
 
     torch.library.register_vmap(qualified, rule)
     members = {"forward": op, "setup_context": setup_context, "backward": backward, "vmap": rule}

@@ -46,11 +46,11 @@ def define_softmax(
     )
 
 
-def _vmap(op, info, in_dims, *inputs):
+def _vmap(call, info, in_dims, *inputs):
     """Rows are independent: what is mapped over is one more leading dim."""
     *tensors, is_causal = inputs
     mapped = (
         t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
         for t, dim in zip(tensors, in_dims, strict=False)
     )
-    return op(*mapped, is_causal), 0
+    return call(*mapped, is_causal), 0

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from minitx.kernels.custom_ops import define_op, no_second_derivative, save_nothing
+from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
 from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dkdv,
     build_attention_bwd_dq,
@@ -49,7 +49,7 @@ def tilelang_attention(
     Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
     head dim compiles for some seconds; another length never does.
     """
-    return _attention_fwd(q, k, v, is_causal, scale)
+    return _attention(q, k, v, is_causal, scale)
 
 
 def _is_fetchable(t: torch.Tensor) -> bool:
@@ -97,7 +97,7 @@ def _fwd(
     if q.device.type == "cpu" and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
-    out, lse = _fwd_fake(q, k, v, is_causal, scale)
+    out, lse = empty_outputs(q)
     if q.numel() == 0:
         return out, lse
     if k.numel() == 0:
@@ -119,10 +119,6 @@ def _fwd(
     return out, lse
 
 
-def _fwd_fake(q, k, v, is_causal, scale):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 def _bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -140,7 +136,7 @@ def _bwd(
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
-    grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
+    grads = empty_grads(q, k, v, needs)
     if q.numel() == 0 or k.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
     rows = [
@@ -187,61 +183,4 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
         kernel(build_attention_bwd_dq, "dq")(q_rows, k_rows, v_rows, dout_rows, stats, dq, *factors)
 
 
-def _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
-    return tuple(
-        torch.empty_like(t) if needed else t.new_empty(0)
-        for t, needed in zip((q, k, v), needs, strict=True)
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # where nothing was made of lse, dlse is None
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    if dout is None:
-        dout = out.new_zeros(()).expand(out.shape)
-    grads = _attention_bwd(dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs)
-    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dq, dk, dv, None, None
-
-
-def _vmap(op, info, in_dims, *args):
-    """Maps an op over a dim of its tensors by making it part of the batch."""
-
-    def fold(arg, dim):
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        if dim is None:
-            return arg.expand(info.batch_size, *arg.shape).flatten(0, 1)
-        return arg.movedim(dim, 0).flatten(0, 1)
-
-    results = op(*(fold(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
-    # A gradient that is not needed is empty, and has no batch to take apart.
-    unfolded = (r.unflatten(0, (info.batch_size, -1)) if r.dim() > 1 else r for r in results)
-    return tuple(unfolded), tuple(0 if r.dim() > 1 else None for r in results)
-
-
-_attention_fwd = define_op(
-    "tilelang_attention_fwd",
-    "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
-    kernel=_fwd,
-    fake=_fwd_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    vmap=_vmap,
-)
-_attention_bwd = define_op(
-    "tilelang_attention_bwd",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "bool is_causal, float scale, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    kernel=_bwd,
-    fake=_bwd_fake,
-    setup_context=save_nothing,
-    backward=no_second_derivative("tilelang"),
-    vmap=_vmap,
-)
+_attention = define_attention("tilelang", _fwd, _bwd)

@@ -22,12 +22,11 @@ rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
 from minitx.kernels.triton_attention_bwd import launch_bwd
 from minitx.kernels.triton_attention_tiles import (
     fwd_tiles,
@@ -163,8 +162,7 @@ def _fwd(
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
-    out = torch.empty_like(q)
-    lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
+    out, lse = empty_outputs(q)
     if q.numel() == 0:
         return out, lse
     BLOCK_M, BLOCK_N, num_warps, num_stages = fwd_tiles(q, k)
@@ -201,10 +199,6 @@ def _fwd(
     return out, lse
 
 
-def _fwd_fake(q, k, v, is_causal, scale):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 def _bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -222,103 +216,14 @@ def _bwd(
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
-    grads = _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs)
+    grads = empty_grads(q, k, v, needs)
     wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     with launching_on(q.device):
         launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *wanted)
     return grads
 
 
-def _bwd_fake(dout, dlse, q, k, v, out, lse, is_causal, scale, needs):
-    return tuple(
-        torch.empty_like(t) if needed else t.new_empty(0)
-        for t, needed in zip((q, k, v), needs, strict=True)
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # where nothing was made of lse, dlse is None
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    if dout is None:
-        dout = out.new_zeros(()).expand(out.shape)
-    grads = _attention_bwd(dout, dlse, q, k, v, out, lse, ctx.is_causal, ctx.scale, needs)
-    dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dq, dk, dv, None, None
-
-
-def _setup_nothing(ctx, inputs, output) -> None:
-    pass
-
-
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "kernel 'triton' has no second derivative; use kernel 'reference' where one is needed"
-    )
-
-
-def _vmap(op, info, in_dims, *args):
-    """Maps an op over a dim of its tensors by making it part of the batch."""
-
-    def fold(arg, dim):
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        if dim is None:
-            return arg.expand(info.batch_size, *arg.shape).flatten(0, 1)
-        return arg.movedim(dim, 0).flatten(0, 1)
-
-    results = op(*(fold(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
-    # A gradient that is not needed is empty, and has no batch to take apart.
-    unfolded = (r.unflatten(0, (info.batch_size, -1)) if r.dim() > 1 else r for r in results)
-    return tuple(unfolded), tuple(0 if r.dim() > 1 else None for r in results)
-
-
-def _define(name: str, schema: str, kernel, fake, setup_context, backward):
-    """Makes minitx::name an op of PyTorch's, and returns what calls it.
-
-    Defined piece by piece, as that costs less a call than torch.library.custom_op. torch.func's
-    transforms do not pass through an op's own autograd: while one is active, the same functions are
-    called as a torch.autograd.Function.
-    """
-    name = f"minitx::{name}"
-    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, ("cpu", "cuda"), kernel)
-    torch.library.register_fake(name, fake)
-    torch.library.register_autograd(name, backward, setup_context=setup_context)
-    op = getattr(torch.ops.minitx, name.removeprefix("minitx::")).default
-    torch.library.register_vmap(name, functools.partial(_vmap, op))
-    members = {"forward": op, "setup_context": setup_context, "backward": backward}
-    members = {key: staticmethod(member) for key, member in members.items()}
-    function = type(name, (torch.autograd.Function,), {**members, "generate_vmap_rule": True})
-
-    def call(*args):
-        return function.apply(*args) if torch._C._are_functorch_transforms_active() else op(*args)
-
-    return call
-
-
-_attention_fwd = _define(
-    "triton_attention_fwd",
-    "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
-    _fwd,
-    _fwd_fake,
-    _setup_context,
-    _backward,
-)
-_attention_bwd = _define(
-    "triton_attention_bwd",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "bool is_causal, float scale, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
-    _setup_nothing,
-    _no_second_backward,
-)
+_attention = define_attention("triton", _fwd, _bwd)
 
 
 def triton_attention(
@@ -329,4 +234,4 @@ def triton_attention(
     Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
     head dim compiles for some seconds; another length never does.
     """
-    return _attention_fwd(q, k, v, is_causal, scale)
+    return _attention(q, k, v, is_causal, scale)

@@ -201,12 +201,25 @@ def test_activation_checkpointing_under_autocast(kernel, device, use_reentrant):
     torch.testing.assert_close(weight.grad, plain[1])
 
 
-def test_torch_func_grad(kernel, device):
-    q, k, v = make_qkv(1, 4, 2, 20, 20, 16, device=device)
-    loss = lambda name: lambda q: attention(q, k, v, kernel=name).square().sum()  # noqa: E731
-    torch.testing.assert_close(
-        torch.func.grad(loss(kernel))(q), torch.func.grad(loss("reference"))(q)
-    )
+@pytest.mark.parametrize("transform", ["grad", "grad of each", "grad of all"])
+# PyTorch's word on its own kernels under vmap.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func(kernel, device, transform):
+    q, k, v = (t[:, None] for t in make_qkv(3, 4, 2, 20, 20, 16, device=device))
+
+    def run(name: str) -> torch.Tensor:
+        def loss(q, k, v):
+            return attention(q, k, v, kernel=name).square().sum()
+
+        match transform:
+            case "grad":
+                return torch.func.grad(loss)(q[0], k[0], v[0])
+            case "grad of each":  # keys and values shared by all
+                return torch.vmap(torch.func.grad(loss), in_dims=(0, None, None))(q, k[0], v[0])
+            case "grad of all":
+                return torch.func.grad(lambda q: torch.vmap(loss)(q, k, v).sum())(q)
+
+    torch.testing.assert_close(run(kernel), run("reference"))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -341,7 +341,11 @@ def test_torch_func_and_second_derivatives(device):
         return torch.softmax(x, -1).square().sum()
 
     x = normal(3, 4, 5).to(device)
-    for transform in (torch.func.grad, lambda f: torch.vmap(torch.func.grad(f), in_dims=1)):
+    for transform in (
+        torch.func.grad,
+        lambda f: torch.vmap(torch.func.grad(f), in_dims=1),
+        lambda f: torch.func.grad(lambda x: torch.vmap(f)(x).sum()),
+    ):
         assert max_error(transform(ours)(x), transform(truth)(x.double())) < 1e-6
     x.requires_grad_()
     (dx,) = torch.autograd.grad(ours(x), x, create_graph=True)

@@ -232,6 +232,7 @@ def test_torch_func(device):
         torch.func.grad,
         lambda f: torch.vmap(torch.func.grad(f)),
         lambda f: torch.vmap(torch.func.grad(f), in_dims=1),
+        lambda f: torch.func.grad(lambda x: torch.vmap(f)(x).sum()),
         torch.func.jacrev,
     ):
         assert max_error(transform(ours)(x), transform(truth)(x.double())) < 1e-6
