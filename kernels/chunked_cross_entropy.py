@@ -120,8 +120,9 @@ def _run_chunks(
         cross_entropy_rows = _rows
     N, V = hidden.shape[0], weight.shape[0]
     refuse_bad_targets(targets, V, ignore_index)
-    nll = torch.empty(N, dtype=stats_dtype(compute_dtype), device=hidden.device)
-    dhidden, dweight = _empty_grads(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+    nll, dhidden, dweight = _empty_results(
+        hidden, weight, compute_dtype, wants_hidden, wants_weight
+    )
     if wants_weight and N == 0:
         dweight.zero_()
     wants_grad = wants_hidden or wants_weight
@@ -141,61 +142,43 @@ def _run_chunks(
     return nll, dhidden, dweight
 
 
-def _empty_grads(
+def _empty_results(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     compute_dtype: torch.dtype,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if wants_hidden else (0,), dtype=compute_dtype),
-        weight.new_empty(weight.shape if wants_weight else (0,), dtype=stats_dtype(compute_dtype)),
-    )
-
-
-@torch.library.custom_op("minitx::linear_cross_entropy_sum", mutates_args=())
-def chunked_sum(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    compute_dtype: torch.dtype,
-    use_triton: bool,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of nll, and its gradients."""
-    nll, dhidden, dweight = _run_chunks(
-        hidden,
-        weight,
-        targets,
-        None,
-        ignore_index,
-        chunk_tokens,
-        compute_dtype,
-        use_triton,
-        wants_hidden,
-        wants_weight,
+    """What _run_chunks fills, uninitialised."""
+    stats = stats_dtype(compute_dtype)
+    return (
+        hidden.new_empty(hidden.shape[0], dtype=stats),
+        hidden.new_empty(hidden.shape if wants_hidden else (0,), dtype=compute_dtype),
+        weight.new_empty(weight.shape if wants_weight else (0,), dtype=stats),
     )
-    return nll.sum(dtype=torch.float64).to(nll.dtype), dhidden, dweight
+
+
+# Three ops of PyTorch's, which take what _run_chunks takes: written once, as their schemas.
+INPUTS = "Tensor hidden, Tensor weight, Tensor targets"
+SETTINGS = "SymInt ignore_index, SymInt chunk_tokens, ScalarType compute_dtype, bool use_triton"
+WANTS = "bool wants_hidden, bool wants_weight"
+
+
+@torch.library.custom_op(
+    "minitx::linear_cross_entropy_sum",
+    mutates_args=(),
+    schema=f"({INPUTS}, {SETTINGS}, {WANTS}) -> (Tensor, Tensor, Tensor)",
+)
+def chunked_sum(hidden, weight, targets, *settings_and_wants):
+    """The sum of nll, and its gradients dhidden and dweight."""
+    nll, *grads = _run_chunks(hidden, weight, targets, None, *settings_and_wants)
+    return nll.sum(dtype=torch.float64).to(nll.dtype), *grads
 
 
 @chunked_sum.register_fake
-def _(
-    hidden,
-    weight,
-    targets,
-    ignore_index,
-    chunk_tokens,
-    compute_dtype,
-    use_triton,
-    wants_hidden,
-    wants_weight,
-):
-    total = hidden.new_empty((), dtype=stats_dtype(compute_dtype))
-    return total, *_empty_grads(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+def _(hidden, weight, targets, ignore_index, chunk_tokens, compute_dtype, use_triton, *wants):
+    nll, *grads = _empty_results(hidden, weight, compute_dtype, *wants)
+    return nll.new_empty(()), *grads
 
 
 def _sum_setup(ctx, inputs, output):
@@ -223,68 +206,35 @@ def _sum_backward(ctx, dtotal, ddhidden, ddweight):
 chunked_sum.register_autograd(_sum_backward, setup_context=_sum_setup)
 
 
-@torch.library.custom_op("minitx::linear_cross_entropy_none", mutates_args=())
-def chunked_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    compute_dtype: torch.dtype,
-    use_triton: bool,
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "minitx::linear_cross_entropy_none",
+    mutates_args=(),
+    schema=f"({INPUTS}, {SETTINGS}) -> Tensor",
+)
+def chunked_nll(hidden, weight, targets, *settings):
     """nll, [N]."""
-    settings = (ignore_index, chunk_tokens, compute_dtype, use_triton)
-    return _run_chunks(hidden, weight, targets, None, *settings, False, False)[0]
+    wants = {"wants_hidden": False, "wants_weight": False}
+    return _run_chunks(hidden, weight, targets, None, *settings, **wants)[0]
 
 
 @chunked_nll.register_fake
 def _(hidden, weight, targets, ignore_index, chunk_tokens, compute_dtype, use_triton):
-    return hidden.new_empty(targets.shape, dtype=stats_dtype(compute_dtype))
+    return _empty_results(hidden, weight, compute_dtype, False, False)[0]
 
 
-@torch.library.custom_op("minitx::linear_cross_entropy_grads", mutates_args=())
-def _grads(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    row_grad: torch.Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    compute_dtype: torch.dtype,
-    use_triton: bool,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "minitx::linear_cross_entropy_grads",
+    mutates_args=(),
+    schema=f"({INPUTS}, Tensor row_grad, {SETTINGS}, {WANTS}) -> (Tensor, Tensor)",
+)
+def _grads(hidden, weight, targets, row_grad, *settings_and_wants):
     """Gradients of sum(row_grad * nll). It has no derivative of its own: a second one raises."""
-    return _run_chunks(
-        hidden,
-        weight,
-        targets,
-        row_grad,
-        ignore_index,
-        chunk_tokens,
-        compute_dtype,
-        use_triton,
-        wants_hidden,
-        wants_weight,
-    )[1:]
+    return _run_chunks(hidden, weight, targets, row_grad, *settings_and_wants)[1:]
 
 
 @_grads.register_fake
-def _(
-    hidden,
-    weight,
-    targets,
-    row_grad,
-    ignore_index,
-    chunk_tokens,
-    compute_dtype,
-    use_triton,
-    wants_hidden,
-    wants_weight,
-):
-    return _empty_grads(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+def _(hidden, weight, targets, row_grad, ignore_index, chunk_tokens, compute_dtype, _, *wants):
+    return _empty_results(hidden, weight, compute_dtype, *wants)[1:]
 
 
 def _none_setup(ctx, inputs, output):
