@@ -1,4 +1,7 @@
-"""eval.png, drawn from eval.json's content: readable without the text beside it."""
+"""eval.png, drawn from eval.json's content, and one picture of several kernels' evaluations.
+
+Both are readable without the text beside them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +24,8 @@ def plot(report: Report, path: Path) -> None:
             panels.append(lambda axis, own=own: _passkey(axis, own))
     contexts = [row for row in report["contexts"] if row["status"] == "ok"]
     if contexts:
-        panels.append(lambda axis: _perplexity(axis, contexts, report))
+        trained = report["trained_context"]
+        panels.append(lambda axis: _perplexity(axis, contexts, trained))
         panels.append(lambda axis: _positions(axis, report["positions"]))
         if report["paired"] and report["paired"]["contexts"]:
             panels.append(lambda axis: _paired(axis, report["paired"]))
@@ -30,10 +34,41 @@ def plot(report: Report, path: Path) -> None:
         compared = [row for row in report["comparisons"] if row["delta_nll"] is not None]
         if compared:
             panels.append(lambda axis: _parity(axis, compared))
-    if not panels:
-        return
+    if panels:
+        _draw(panels, _title(report), path)
+
+
+def plot_kernels(rows: list[Report], path: Path) -> None:
+    """Loss, speed, memory and parity of several kernels by context, from the rows of bench eval.
+
+    A kernel that ran out of memory says in its label from which context on.
+    """
+    done = [row for row in rows if row["status"] == "ok"]
+    labels = {}
+    for kernel, own in _by_kernel(rows).items():
+        lost = [row["context_length"] for row in own if row["status"] != "ok"]
+        labels[kernel] = f"{kernel} (out of memory: {_tokens(min(lost))})" if lost else kernel
+    trained = rows[0]["trained_context"]
+    panels: list[Callable[[Any], None]] = [
+        lambda axis: _perplexity(axis, done, trained),
+        lambda axis: _by_length(axis, done, "tok_per_s", "tokens read a second", labels),
+        lambda axis: _by_length(axis, done, "peak_gib", "peak memory (GiB)", labels),
+    ]
+    compared = [
+        row | {"budget": row["nll_budget"], "passed": row["parity_passed"]}
+        for row in done
+        if row["delta_nll"] is not None
+    ]
+    if compared:
+        panels.append(lambda axis: _parity(axis, compared))
+    head = rows[0]
+    title = f"{head['checkpoint']}, {head['dtype']}, {head['device']}; {head['text']}"
+    _draw(panels, title, path)
+
+
+def _draw(panels: Sequence[Callable[[Any], None]], title: str, path: Path) -> None:
     plt = _pyplot()
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(5.6 * columns, 4.2 * rows), layout="constrained", squeeze=False
@@ -42,7 +77,7 @@ def plot(report: Report, path: Path) -> None:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel(axis)
-    figure.suptitle(_title(report))
+    figure.suptitle(title)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -81,7 +116,7 @@ def _by_kernel(rows: list[Report]) -> dict[str, list[Report]]:
     }
 
 
-def _lines(axis: Any, rows: list[Report], key: str) -> None:
+def _lines(axis: Any, rows: list[Report], key: str, labels: dict[str, str] | None = None) -> None:
     """One line a kernel; the first is drawn broad, so that one that lies upon it is seen."""
     for i, (kernel, own) in enumerate(_by_kernel(rows).items()):
         kept = [row for row in own if math.isfinite(row[key])]
@@ -92,23 +127,29 @@ def _lines(axis: Any, rows: list[Report], key: str) -> None:
             marker=MARKERS[i % len(MARKERS)],
             linewidth=4 if i == 0 else 1.5,
             alpha=0.5 if i == 0 else 1.0,
-            label=kernel,
+            label=(labels or {}).get(kernel, kernel),
         )
     _length_axis(axis, [row["context_length"] for row in rows])
 
 
-def _perplexity(axis: Any, rows: list[Report], report: Report) -> None:
+def _perplexity(axis: Any, rows: list[Report], trained: int) -> None:
     _lines(axis, rows, "perplexity")
-    trained = report["trained_context"]
     lengths = [row["context_length"] for row in rows]
     if min(lengths) <= trained <= max(lengths):
         axis.axvline(trained, color="grey", linestyle="--", label="trained context")
     _finish(axis, "context length (tokens)", "perplexity", "Perplexity by context length")
 
 
-def _by_length(axis: Any, rows: list[Report], key: str, label: str) -> None:
-    _lines(axis, rows, key)
-    axis.set_ylim(bottom=0)
+def _by_length(
+    axis: Any, rows: list[Report], key: str, label: str, labels: dict[str, str] | None = None
+) -> None:
+    """labels: names of the kernels in the legend; with them the axis is logarithmic, since kernels
+    of several runs differ by orders of magnitude."""
+    _lines(axis, rows, key, labels)
+    if labels:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
     title = label[0].upper() + label[1:]
     _finish(axis, "context length (tokens)", label, f"{title} by context length")
 
@@ -159,16 +200,16 @@ def _paired(axis: Any, paired: Report) -> None:
 
 
 def _parity(axis: Any, rows: list[Report]) -> None:
+    """|Δ loss| and its budget, dotted, of every kernel that was compared."""
     lengths = [row["context_length"] for row in rows]
     smallest = min(row["budget"] for row in rows) * 1e-4  # a log axis has no 0
-    axis.plot(
-        lengths,
-        [max(row["delta_nll"], smallest) for row in rows],
-        color=COLOURS[0],
-        marker="o",
-        label=f"{rows[0]['kernel']} against {rows[0]['baseline']}",
-    )
-    axis.plot(lengths, [row["budget"] for row in rows], "k:", label="budget")
+    for i, (kernel, own) in enumerate(_by_kernel(rows).items()):
+        style = {"color": COLOURS[i % len(COLOURS)]}
+        own_lengths = [row["context_length"] for row in own]
+        differences = [max(row["delta_nll"], smallest) for row in own]
+        label = f"{kernel} against {own[0]['baseline']}"
+        axis.plot(own_lengths, differences, marker=MARKERS[i % len(MARKERS)], label=label, **style)
+        axis.plot(own_lengths, [row["budget"] for row in own], ":", label="its budget", **style)
     axis.set_yscale("log")
     _length_axis(axis, lengths)
     verdict = "passed" if all(row["passed"] for row in rows) else "FAILED"

@@ -54,8 +54,29 @@ def to_json(value: Any) -> Any:
     return value
 
 
+def from_json(value: Any) -> Any:
+    """What to_json was given: infinities and NaN back in their places."""
+    if isinstance(value, dict):
+        odd = {key: float(name) for key, name in value.get("non_finite", {}).items()}
+        return {k: from_json(inner) for k, inner in value.items() if k != "non_finite"} | odd
+    if isinstance(value, list):
+        return [from_json(inner) for inner in value]
+    return value
+
+
 def write_json(report: dict[str, Any], path: Path) -> None:
     write_whole(path, json.dumps(to_json(report), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The report that write_json wrote. Raises ValueError for any other file."""
+    try:
+        report = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is no JSON; run eval.py again") from error
+    if not isinstance(report, dict) or {"contexts", "rope_scaling"} - report.keys():
+        raise ValueError(f"{path} is no eval.json of this eval.py; give one, or its folder")
+    return from_json(report)
 
 
 # -- the terminal -------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def evaluate(config: EvalConfig) -> int:
         "checkpoint": str(checkpoint),
         "step": state.get("step"),
         "trained_context": model.config.rope_trained_len or model.config.max_seq_len,
+        "rope_scaling": model.config.rope_scaling,
+        "rope_factor": model.config.rope_factor,
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
         "environment": environment(device),

@@ -10,6 +10,7 @@ COMMANDS = {
     "softmax": "row softmax, forward and backward, beside PyTorch, peers and copy bandwidth",
     "attention": "attention by length, forward, backward and both, beside peers",
     "train": "train.py by kernel, compiled or not, beside nanoGPT's model",
+    "eval": "one CSV and picture from what eval.py wrote, one run a kernel",
     "table": "Markdown tables from the CSV files of the others, as in README.md",
 }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from minitx.bench import _common as common
 from minitx.bench import attention_report, train
+from minitx.bench import eval as bench_eval
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 OPENING = re.compile(r"<!-- table:(?P<name>\S+)(?P<filters>[^\n]*?) -->\n")
@@ -48,7 +49,9 @@ def tables(rows: Sequence[CsvRow], path: Path) -> Sequence[Table]:
     """What the kind of CSV calls for; each kind has a column that no other has."""
     if "tflop_per_s" in rows[0]:
         return attention_report.tables(rows)
-    if "tok_per_s" in rows[0]:
+    if "perplexity" in rows[0]:
+        return bench_eval.tables(rows)
+    if "vs_nanogpt" in rows[0]:
         return train_tables(rows)
     if "tb_per_s" in rows[0]:
         return softmax_tables(rows)
