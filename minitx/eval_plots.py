@@ -62,7 +62,8 @@ def plot_kernels(rows: list[Report], path: Path) -> None:
     if compared:
         panels.append(lambda axis: _parity(axis, compared))
     head = rows[0]
-    title = f"{head['checkpoint']}, {head['dtype']}, {head['device']}; {head['text']}"
+    texts = ", ".join(dict.fromkeys(f"{row['text']} ({row['split']})" for row in done))
+    title = f"{head['checkpoint']}, {head['dtype']}, {head['device']}\n{texts}"
     _draw(panels, title, path)
 
 

@@ -120,7 +120,7 @@ def test_memory_that_ended_and_parity_that_failed(runs, tmp_path):
 
     losses, speeds, memories = (part.splitlines() for part in render(path).split("\n\n")[1:6:2])
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in losses[2:]]
-    assert [line[:5] for line in cells] == [
+    assert [[*line[:3], *line[4:6]] for line in cells] == [
         ["8", "4", "yarn x 2", f"{len(TEXT) - 1}", "inf"],
         [
             "64",
@@ -130,10 +130,11 @@ def test_memory_that_ended_and_parity_that_failed(runs, tmp_path):
             f"{float(rows['auto', '64']['perplexity']):.4f}",
         ],
     ]
+    assert {line[3] for line in cells} == {"text.txt (all)"}
     budget = float(rows["sdpa", "8"]["nll_budget"])
-    assert cells[0][7] == f"FAILED 5.0e-01 ({budget:.1e})"
+    assert cells[0][8] == f"FAILED 5.0e-01 ({budget:.1e})"
     nll = [float(rows[k, "8"]["nll"]) for k in runs]
-    assert cells[0][8] == f"{max(nll) - min(nll):.1e}"
+    assert cells[0][9] == f"{max(nll) - min(nll):.1e}"
     assert speeds[0] == memories[0] == "| context | auto | sdpa | eager |"
     assert speeds[3].endswith("| out of memory |")
     assert memories[3].endswith("| out of memory |")
@@ -180,6 +181,26 @@ def test_runs_that_do_not_belong_together(runs, tmp_path, capsys, edit, message)
     assert str(runs["sdpa"]) in error
     assert error.count("\n") == 1
     assert not path.exists()
+
+
+def test_another_context_may_be_of_another_text(runs, tmp_path):
+    """A window that is longer than the validation text, say."""
+
+    def other(report):
+        report["text"] |= {"source": "hf:long", "split": "train"}
+        report["rope_factor"] = 4.0
+        report["contexts"] = [r | {"context_length": 512} for r in report["contexts"][:2]]
+        report["comparisons"] = []
+
+    change(runs["auto"], other)
+    path = tmp_path / "eval.csv"
+    assert run_bench([runs["sdpa"], runs["auto"]], path) == 0
+    lines = render(path).splitlines()
+    assert [line.split(" | ")[2:4] for line in lines[4:7]] == [
+        ["yarn x 2", "text.txt (all)"],
+        ["yarn x 2", "text.txt (all)"],
+        ["yarn x 4", "hf:long (train)"],
+    ]
 
 
 def test_the_same_kernel_twice(runs, tmp_path, capsys):

@@ -5,9 +5,10 @@
     python -m minitx.bench eval runs/a runs/b --out benchmarks/eval.csv
 
 One row a kernel and context; the picture lies beside the CSV. All runs must be of one checkpoint,
-one text, one dtype and one device. A kernel that one run was for and another was compared with has
-the row of its own run; a baseline of several runs that of the first. Kernels stand in the order of
-the runs given, baselines without a run behind them.
+one dtype and one device, and what they read at one context must be the same tokens. A kernel that
+one run was for and another was compared with has the row of its own run; a baseline of several runs
+that of the first. Kernels stand in the order of the runs given, baselines without a run behind
+them.
 """
 
 import argparse
@@ -45,7 +46,9 @@ COMPARED = {
 }
 VERSIONS = ("device", "torch", "triton", "tilelang", "commit")
 # What runs must agree in to stand in one table.
-SAME = ("checkpoint", "step", "dtype", "text", "split", "device", "trained_context")
+SAME = ("checkpoint", "step", "dtype", "device", "trained_context")
+# And in what at one context and stride.
+SAME_TOKENS = ("text", "split", "tokens_scored", "rope_scaling", "rope_factor")
 
 
 def find_report(path: Path) -> Path:
@@ -129,12 +132,12 @@ def refuse_other_tokens(found: Sequence[tuple[common.Row, Path]]) -> None:
         if row["status"] != "ok":
             continue
         other, other_path = first.setdefault((row["context_length"], row["stride"]), (row, path))
-        for name in ("tokens_scored", "rope_scaling", "rope_factor"):
+        for name in SAME_TOKENS:
             if row[name] != other[name]:
                 raise ValueError(
                     f"at context {row['context_length']} {path} has {name} {row[name]}, "
-                    f"{other_path} has {other[name]}; give eval.py the same --max_tokens and "
-                    "--rope_factor"
+                    f"{other_path} has {other[name]}; give eval.py the same --data, "
+                    "--max_tokens and --rope_factor"
                 )
 
 
@@ -151,10 +154,10 @@ def tables(rows: Sequence[CsvRow]) -> list[Table]:
     pairs = list(dict.fromkeys((r["kernel"], r["baseline"]) for r in rows if r["baseline"]))
     head = rows[0]
     loss_title = (
-        f"Trained at {int(head['trained_context']):,} tokens; {head['dtype']}, "
-        f"{head['text']} ({head['split']}); |dnll| in nats a token, its budget in brackets"
+        f"Trained at {int(head['trained_context']):,} tokens, {head['dtype']}; |dnll| in nats a "
+        "token, its budget in brackets"
     )
-    loss_header = ["context", "stride", "RoPE", "tokens scored", "perplexity", "bits/byte"]
+    loss_header = ["context", "stride", "RoPE", "text", "tokens scored", "perplexity", "bits/byte"]
     loss_header += [f"{kernel} to {baseline}: |dnll|" for kernel, baseline in pairs]
     if len(kernels) > 1:
         loss_header.append("largest |dnll|")
@@ -179,12 +182,13 @@ def tables(rows: Sequence[CsvRow]) -> list[Table]:
 
 
 def loss_cells(done: Sequence[CsvRow]) -> list[str]:
-    """Tokens, perplexity and bits a byte of the first kernel that ran."""
+    """Text, tokens, perplexity and bits a byte of the first kernel that ran."""
     if not done:
-        return ["-"] * 3
+        return ["-"] * 4
     r = done[0]
     perplexity, bits = float(r["perplexity"]), float(r["bits_per_byte"])
-    return [f"{int(r['tokens_scored']):,}", f"{perplexity:.4f}", f"{bits:.4f}"]
+    text = f"{r['text']} ({r['split']})"
+    return [text, f"{int(r['tokens_scored']):,}", f"{perplexity:.4f}", f"{bits:.4f}"]
 
 
 def parity_cell(row: CsvRow | None, baseline: str) -> str:
