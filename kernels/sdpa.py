@@ -14,6 +14,7 @@ from minitx.kernels.reference import causal_mask
 
 # cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9).
 MAX_CUDNN_HEADS = 65535
+MIN_SCALE = 2.0**-126  # below it float32 is not normal, and may be taken for 0
 
 
 def sdpa_attention(
@@ -21,8 +22,9 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`.
 
-    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. On a GPU, inputs
-    whose rows do not start at multiples of 16 bytes are copied.
+    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. With a scale that is
+    not positive q is copied, and so are, on a GPU, inputs whose rows do not start at multiples of
+    16 bytes.
     """
     Sq, Skv = q.shape[2], k.shape[2]
     if q.numel() == 0 or Skv == 0:  # zeros, with gradients of 0 for q and empty ones for k and v
@@ -32,6 +34,11 @@ def sdpa_attention(
     if is_causal and Sq > Skv:  # the first Sq - Skv queries see no key
         out = sdpa_attention(q[:, :, Sq - Skv :], k, v, is_causal=True, scale=scale)
         return F.pad(out, (0, 0, Sq - Skv, 0))
+    # PyTorch multiplies a masked score of -inf by the scale, which gives NaN unless it is positive.
+    if scale <= -MIN_SCALE:
+        q, scale = -q, -scale
+    elif scale < MIN_SCALE:
+        q, scale = q * 0.0, 1.0
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     mask = causal_mask(Sq, Skv, q.device) if is_causal and 1 < Sq < Skv else None
     # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.

@@ -27,11 +27,17 @@ def check(kernel: str, has_lse: bool, q, k, v, *, is_causal: bool, **kwargs) -> 
     dout = torch.randn_like(q)
     truth = oracle_attention(q, k, v, dout, is_causal=is_causal, **kwargs)
     actual = run_attention(kernel, q, k, v, dout, is_causal=is_causal, return_lse=False, **kwargs)
-    tolerance = 1e-4 if q.dtype == torch.float32 else 32 * torch.finfo(q.dtype).eps
-    for name in ("out", "dq", "dk", "dv"):
-        size = max(1.0, getattr(truth, name).abs().max().item())
-        assert max_error(getattr(actual, name), getattr(truth, name)) <= tolerance * size, name
+    check_sdpa(actual, truth, q.dtype)
     return actual
+
+
+def check_sdpa(actual: AttentionResult, truth: AttentionResult, dtype: torch.dtype) -> None:
+    tolerance = 1e-4 if dtype == torch.float32 else 32 * torch.finfo(dtype).eps
+    for name in ("out", "dq", "dk", "dv"):
+        got, want = getattr(actual, name), getattr(truth, name)
+        size = want.abs().max().item() if want.numel() else 0.0
+        assert got.shape == want.shape, name
+        assert max_error(got, want) <= tolerance * max(1.0, size), name
 
 
 def constant(value: float, S: int, D: int = 16, **kwargs) -> torch.Tensor:

@@ -58,10 +58,14 @@ def test_every_head_dim(kernel, has_lse, device, D):
     check(kernel, has_lse, q, k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1.7], ids=["zero", "negative", "large"])
-def test_any_finite_scale(kernel, has_lse, device, scale):
-    # Causal, as a scale of 0 times a masked score of -inf is NaN; negative turns max into min.
-    q, k, v = make_qkv(2, 8, 4, 40, 70, 16, device=device)
+@pytest.mark.parametrize("Skv", [40, 70], ids=["square", "more-keys"])
+@pytest.mark.parametrize(
+    "scale", [0.0, -0.3, 1.7, 1e-50], ids=["zero", "negative", "large", "tiny"]
+)
+def test_any_finite_scale(kernel, has_lse, device, scale, Skv):
+    # Causal, as a scale of 0 (1e-50 is, in float32) times a masked score of -inf is NaN, and square
+    # as it is there that PyTorch makes the mask itself; negative turns max into min.
+    q, k, v = make_qkv(2, 8, 4, 40, Skv, 16, device=device)
     check(kernel, has_lse, q, k, v, is_causal=True, scale=scale)
 
 
