@@ -7,7 +7,6 @@ import torch
 
 from minitx.checkpoint import load_model, load_state
 from minitx.eval_config import EvalConfig
-from minitx.kernels import ATTENTION_KERNELS, KernelUnavailableError, supports
 from minitx.model import GPT
 
 
@@ -48,27 +47,6 @@ def check_vocabulary(ids: int, model: GPT, checkpoint: Path) -> None:
             f"the tokenizer has {ids} ids, but the model of {checkpoint} a vocabulary of "
             f"{vocab_size}: they do not belong together; use the tokenizer it was trained with"
         )
-
-
-def check_kernels(config: EvalConfig, model: GPT, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises for a kernel that is unknown or cannot run this model here."""
-    shape = (1, model.config.n_head, 1, model.config.head_width)
-    q = torch.empty(shape, device=device, dtype=dtype)
-    k = q[:, : model.config.kv_heads]
-    for flag, kernel in (("--kernel", config.kernel), ("--compare", config.compare)):
-        if flag == "--compare" and kernel == "none":
-            continue
-        if kernel not in ("auto", *ATTENTION_KERNELS):
-            known = ", ".join(("auto", *ATTENTION_KERNELS))
-            none = " or none" if flag == "--compare" else ""
-            raise ValueError(f"{flag} {kernel} is unknown; expected one of {known}{none}")
-        support = supports(kernel, q, k, k)
-        if not support.ok:
-            able = [name for name in ATTENTION_KERNELS[1:] if supports(name, q, k, k).ok]
-            raise KernelUnavailableError(
-                f"{flag} {kernel} cannot run here: {support.reason}. "
-                f"Kernels that can: {', '.join(able)}"
-            )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -25,12 +25,7 @@ from minitx.eval_config import EvalConfig
 from minitx.eval_data import EvalText, checkpoint_tokenizer, load_text
 from minitx.eval_parity import judge, sample_errors, sample_windows
 from minitx.eval_plots import plot
-from minitx.eval_setup import (
-    check_kernels,
-    check_vocabulary,
-    is_out_of_memory,
-    load_for_contexts,
-)
+from minitx.eval_setup import check_vocabulary, is_out_of_memory, load_for_contexts
 from minitx.eval_stats import (
     bits_per_byte,
     paired_curve,
@@ -38,6 +33,7 @@ from minitx.eval_stats import (
     position_buckets,
     scored_bytes,
 )
+from minitx.kernel_flags import check_kernels
 from minitx.metrics import environment, peak_memory_gib, reset_peak_memory
 from minitx.model import GPT
 from minitx.passkey import Prompt, answer_prompt, make_prompts
@@ -69,7 +65,7 @@ def evaluate(config: EvalConfig) -> int:
     checkpoint = find_checkpoint(Path(config.checkpoint))
     out_dir = eval_report.choose_out_dir(config.out_dir, checkpoint, config.overwrite)
     model, state = load_for_contexts(config, checkpoint, device)
-    check_kernels(config, model, device, dtype)
+    check_kernels(config.kernel, config.compare, model.config, device, dtype)
     tokenizer = checkpoint_tokenizer(checkpoint, config.data.tokenizer)
     check_vocabulary(tokenizer.vocab_size, model, checkpoint)
     lengths = config.lengths(model.config.max_seq_len)

@@ -10,7 +10,7 @@ from minitx.cli import EXIT_OUT_OF_MEMORY, EXIT_PARITY_FAILED, RunStopped
 from minitx.config import TrainConfig
 from minitx.data import load_data
 from minitx.determinism import check_deterministic, deterministic
-from minitx.kernels import ATTENTION_KERNELS, KernelUnavailableError, supports
+from minitx.kernel_flags import check_kernels
 from minitx.replay import replay
 from minitx.resume import choose_out_dir, find_resume, run_of
 from minitx.run import Run
@@ -57,7 +57,10 @@ def resolve(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Tr
 def start_run(
     config: TrainConfig, device: torch.device, dtype: torch.dtype, stop: StopRequest
 ) -> int:
-    check_kernels(config, device, dtype)
+    flags = check_kernels(config.kernel, config.compare, config.model, device, dtype)
+    if config.deterministic:
+        for flag, kernel in flags.items():
+            check_deterministic(flag, kernel, config.model, device, dtype)
     if config.log.tensorboard:
         metrics.require_tensorboard()
     checkpoint = find_resume(config)
@@ -76,27 +79,3 @@ def start_run(
             return EXIT_PARITY_FAILED
         run.start()
     return run.train(stop)
-
-
-def check_kernels(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises for a kernel that is unknown or cannot run this model here, before any work is
-    done."""
-    for flag, kernel in (("--kernel", config.kernel), ("--compare", config.compare)):
-        if flag == "--compare" and kernel == "none":
-            continue
-        if kernel not in ("auto", *ATTENTION_KERNELS):
-            known = ", ".join(("auto", *ATTENTION_KERNELS))
-            none = " or none" if flag == "--compare" else ""
-            raise ValueError(f"{flag} {kernel} is unknown; expected one of {known}{none}")
-        shape = (1, config.model.n_head, 1, config.model.head_width)
-        q = torch.empty(shape, device=device, dtype=dtype)
-        k = q[:, : config.model.kv_heads]
-        support = supports(kernel, q, k, k)
-        if not support.ok:
-            able = [name for name in ATTENTION_KERNELS[1:] if supports(name, q, k, k).ok]
-            raise KernelUnavailableError(
-                f"{flag} {kernel} cannot run here: {support.reason}. "
-                f"Kernels that can: {', '.join(able)}"
-            )
-        if config.deterministic:
-            check_deterministic(flag, kernel, config.model, device, dtype)
