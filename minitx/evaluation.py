@@ -5,7 +5,7 @@ What a length gave is in eval.json before the next one begins.
 
 Exit codes: 0; 1 where the kernel ran out of memory at every length; 2 for a user's mistake; 3 where
 the kernel fails parity; 4 where a later token moved an earlier loss, which stops the run; 130 after
-Ctrl-C, with what was finished printed and written.
+Ctrl-C or SIGTERM, with what was finished printed and written.
 """
 
 import gc
@@ -38,6 +38,7 @@ from minitx.metrics import environment, peak_memory_gib, reset_peak_memory
 from minitx.model import GPT
 from minitx.passkey import Prompt, answer_prompt, make_prompts
 from minitx.scoring import Documents, How, Scores, causality_leak, score_windows
+from minitx.signals import Stopped, StopRequest
 from minitx.trainer import resolve_device, resolve_dtype
 from minitx.windows import Window, corpus_windows, paired_contexts, paired_windows
 
@@ -60,6 +61,15 @@ def evaluate(config: EvalConfig) -> int:
     Raises ValueError and KernelUnavailableError, before anything is written, for what cannot run.
     """
     config.validate()
+    with StopRequest():
+        try:
+            return run_evaluation(config)
+        except Stopped:  # before the first window, or after the last
+            print("stopped before its end; what was finished, if anything, is above")
+            return EXIT_INTERRUPTED
+
+
+def run_evaluation(config: EvalConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     checkpoint = find_checkpoint(Path(config.checkpoint))
