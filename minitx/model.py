@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from minitx.embedding import Embedding
 from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
@@ -216,7 +217,7 @@ class GPT(nn.Module):
             raise ValueError(f"vocab_size must be at least 1, got {config.vocab_size}")
         self.config = config
         E, V = config.n_embd, config.vocab_size
-        self.tok_embd = nn.Embedding(V, E)
+        self.tok_embd = Embedding(V, E)
         self.pos_embd = nn.Embedding(config.max_seq_len, E) if config.pos == "learned" else None
         self.rope: RotaryEmbedding | None = None
         if config.pos == "rope":

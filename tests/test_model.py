@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, nop
+from torch._dynamo.backends.common import aot_autograd
 
+from minitx.embedding import Embedding
 from minitx.kernels import attention_reference
 from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, num_params
 from minitx.rope import RotaryEmbedding, inverse_frequencies
@@ -231,3 +234,29 @@ def test_impossible_models_are_refused(changes, message):
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="unknown kernel 'flash'; expected one of auto, reference"):
         GPT(tiny(), "flash")
+
+
+def test_a_compiled_embedding_gives_the_gradient_of_pytorchs_own():
+    torch.manual_seed(0)
+    embedding = Embedding(7, 5)
+    ids, dout = torch.randint(0, 7, (3, 40)), torch.randn(3, 40, 5)
+    compiled = torch.compile(lambda: embedding(ids), fullgraph=True, backend="aot_eager")
+    compiled().backward(dout)
+    weight = embedding.weight.detach().clone().requires_grad_()
+    torch.nn.functional.embedding(ids, weight).backward(dout)
+    assert torch.equal(embedding.weight.grad, weight.grad)
+
+
+def test_compiled_code_cannot_look_into_an_embeddings_gradient():
+    """Else it would make atomic additions of it, whose order no two runs share."""
+    seen = []
+
+    def look(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=look)
+    embedding = Embedding(7, 5)
+    compiled = torch.compile(lambda ids: embedding(ids).sum(), fullgraph=True, backend=backend)
+    compiled(torch.arange(7)).backward()
+    assert "minitx.embedding_bwd.default" in seen
