@@ -70,7 +70,9 @@ def _exponentials(scores, row_max, shift, scale, EXACT: tl.constexpr):
         is_huge = tl.abs(shift * qk_scale) >= 2.0**26
         row_scale = tl.where(is_huge, next_power_of_2(qk_scale), qk_scale)
         p = tl.exp2(scores * row_scale[:, None] - (shift * row_scale)[:, None])
-        rescale = tl.exp2(row_max * row_scale - shift * row_scale)
+        # Subtracted first: as a multiply-add it would not be 1 where the maximum stays, but off by
+        # the rounding of shift * row_scale, once more with every tile.
+        rescale = tl.exp2((row_max - shift) * row_scale)
     return p, rescale
 
 
