@@ -13,7 +13,6 @@ or that is found without it. Deletion goes the other way: renamed first, then re
 import contextlib
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -21,7 +20,6 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +51,7 @@ from minitx.step_folders import (
     write_text,
 )
 from minitx.tensor_file import DTYPE_NAMES, write_tensors
+from minitx.versions import package_version
 
 __all__ = [
     "CheckpointError",
@@ -301,15 +300,9 @@ def _sizes(groups: list[list[str]]) -> str:
     return " + ".join(str(len(names)) for names in groups)
 
 
-@functools.cache  # reading a package's metadata takes milliseconds, and a save waits for them
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version(), "minitx": __version__}
-    for package in ("torch", "numpy", "triton", "tilelang"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return versions | {p: package_version(p) for p in ("torch", "numpy", "triton", "tilelang")}
 
 
 def _digest(content: dict[str, Any]) -> str:

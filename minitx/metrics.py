@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from minitx.versions import package_version
 
 GIB = 2**30
 
@@ -186,10 +187,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Where a number comes from: versions, device, commit."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("minitx", "torch", "triton", "tilelang", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+        found[package] = package_version(package)
     found["cuda"] = torch.version.cuda
     found["device"] = platform.machine()
     if device.type == "cuda":

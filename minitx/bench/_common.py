@@ -7,7 +7,6 @@ Times are in milliseconds, medians with the 20th and 80th percentile; GiB is 2**
 import csv
 import dataclasses
 import gc
-import importlib.metadata
 import platform
 import subprocess
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import torch
+
+from minitx.versions import package_version
 
 Row = dict[str, Any]
 
@@ -121,12 +122,7 @@ def device_name(device: str) -> str:
 
 def environment_columns(device: str) -> dict[str, str]:
     """Where a result comes from: device, versions and the commit of the working tree."""
-    versions = {}
-    for package in ("torch", "triton", "tilelang"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = ""
+    versions = {p: package_version(p) or "" for p in ("torch", "triton", "tilelang")}
     return {"device": device_name(device), **versions, "commit": git_commit()}
 
 
