@@ -80,10 +80,10 @@ def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     if is_float32:
         return Tiles(64, 32, 8, 2) if HEAD_DIM <= 64 else Tiles(32, 32, 8, 1)
     if HEAD_DIM <= 64:
-        return Tiles(128, 64, 4, 3)
-    if HEAD_DIM <= 128:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(128, 64, 8, 2) if has_large_tiles(q.device.index) else Tiles(64, 32, 4, 2)
+        return Tiles(128, 64, 8, 3)
+    if not has_large_tiles(q.device.index):
+        return Tiles(128, 64, 8, 2) if HEAD_DIM <= 128 else Tiles(64, 32, 4, 2)
+    return Tiles(64, 64, 4, 3) if HEAD_DIM <= 128 else Tiles(128, 64, 8, 2)
 
 
 def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
@@ -96,10 +96,10 @@ def dq_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     if is_float32:
         return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
     if HEAD_DIM <= 64:
-        return Tiles(128, 64, 8, 2)
+        return Tiles(128, 64, 8, 3)
     if not has_large_tiles(q.device.index):
         return Tiles(64, 64, 4, 2) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
-    return Tiles(128, 64, 8, 2) if HEAD_DIM <= 128 else Tiles(128, 32, 8, 1)
+    return Tiles(128, 64, 8, 3) if HEAD_DIM <= 128 else Tiles(128, 32, 8, 1)
 
 
 def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
@@ -110,7 +110,7 @@ def dkdv_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     if is_float32:
         return Tiles(32, 32, 8, 1) if HEAD_DIM <= 128 else Tiles(16, 32, 8, 1)
     if HEAD_DIM <= 64:
-        return Tiles(64, 128, 8, 2)
-    if not has_large_tiles(q.device.index):
-        return Tiles(64, 64, 8, 1) if HEAD_DIM <= 128 else Tiles(32, 32, 4, 1)
-    return Tiles(64, 128, 8, 2) if HEAD_DIM <= 128 else Tiles(32, 64, 8, 1)
+        return Tiles(64, 64, 4, 3)
+    if HEAD_DIM <= 128:
+        return Tiles(32, 64, 4, 3)
+    return Tiles(32, 64, 8, 1) if has_large_tiles(q.device.index) else Tiles(32, 32, 4, 1)
