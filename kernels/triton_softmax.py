@@ -9,8 +9,8 @@ lanes hold -inf, the identity of the maximum, whose exponential is 0. With `is_c
 "query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is never read.
 The backward needs y alone.
 
-Rows wider than MAX_COLUMNS_FWD (or _BWD) do not fit; triton_softmax_wide.py splits them over
-programs.
+Rows wider than `_max_columns` are split over programs by triton_softmax_wide.py: one program cannot
+hold them, or is slower.
 
 Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
 `is_causal` and number of leading dims that cannot be merged; lengths and strides are run-time
@@ -35,12 +35,13 @@ from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 # Kernels are not Python to a type checker:
 # pyright: reportCallIssue=false
 
-# Columns that one program can hold: 32 float32 values in each of 1024 threads, half of an SM's
-# registers. The backward holds two rows, y and dy.
-MAX_COLUMNS_FWD = 32768
-MAX_COLUMNS_BWD = 16384
-TILE = 4096  # elements that a program takes at least, in rows of up to that length
-VALUES_PER_THREAD = 32
+# Measured on an H200: see benchmarks/NOTES.md.
+MAX_COLUMNS = 16384  # that one program holds faster than a group of programs does
+MAX_COLUMNS_16_BIT_BWD = 32768
+TILE = 1024  # elements that a program takes at least, in rows of up to that length
+STRIDED_TILE = 16384  # the same where a row's columns are not adjacent in memory
+VALUES_PER_THREAD = 16
+MAX_WARPS = 16  # from there on a thread holds more values
 
 
 @triton.jit
@@ -113,13 +114,18 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
 
 
-def _choose_tile(n_cols: int, columns_adjacent: bool, max_columns: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns, at most `max_columns`."""
+def _max_columns(which: str, dtype: torch.dtype) -> int:
+    """Of rows that one program takes; which is fwd or bwd."""
+    return MAX_COLUMNS_16_BIT_BWD if which == "bwd" and dtype.itemsize == 2 else MAX_COLUMNS
+
+
+def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns."""
     block_n = triton.next_power_of_2(n_cols)
     # Where rows are adjacent in memory and columns are not (softmax over another dim than the
     # last), a program takes as many rows as it can hold, so that what it loads is adjacent too.
-    elements = max(TILE, block_n) if columns_adjacent else max_columns
-    num_warps = min(max(elements // (32 * VALUES_PER_THREAD), 1), 32)
+    elements = max(TILE if columns_adjacent else STRIDED_TILE, block_n)
+    num_warps = min(elements // (32 * VALUES_PER_THREAD), MAX_WARPS)
     return elements // block_n, block_n, num_warps
 
 
@@ -127,7 +133,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
-    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1, MAX_COLUMNS_FWD)
+    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
     with launching_on(x.device):
         _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
             x,
@@ -151,7 +157,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
-    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1, MAX_COLUMNS_BWD)
+    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
     with launching_on(y.device):
         _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
             y,
@@ -177,7 +183,8 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
 def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
-        launch = _launch_fwd if x.shape[-1] <= MAX_COLUMNS_FWD else launch_wide_fwd
+        fits = x.shape[-1] <= _max_columns("fwd", x.dtype)
+        launch = _launch_fwd if fits else launch_wide_fwd
         launch(x, y, is_causal)
     return y
 
@@ -185,7 +192,8 @@ def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
 def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
-        launch = _launch_bwd if y.shape[-1] <= MAX_COLUMNS_BWD else launch_wide_bwd
+        fits = y.shape[-1] <= _max_columns("bwd", y.dtype)
+        launch = _launch_bwd if fits else launch_wide_bwd
         launch(y, dy, dx, is_causal)
     return dx
 

@@ -1,6 +1,7 @@
-"""The Triton row softmax's own parts: blocks, the split of wide rows, strides, custom ops.
+"""The Triton row softmax's own parts: blocks, strides, custom ops.
 
-What it shares with the other kernels is in test_softmax_contract.py.
+What it shares with the other kernels is in test_softmax_contract.py; rows that are split over
+programs are in test_triton_softmax_wide.py.
 """
 
 import os
@@ -19,7 +20,7 @@ if not supports_softmax("triton", torch.zeros(1)).ok and not torch.cuda.is_avail
 import triton
 import triton.language as tl
 
-from minitx.kernels import triton_rows, triton_softmax, triton_softmax_wide
+from minitx.kernels import triton_rows, triton_softmax
 from minitx.kernels.triton_runtime import launching_on
 
 
@@ -70,57 +71,6 @@ def test_only_minus_infinity_pads_a_negative_row_harmlessly(device):
     assert y_ruined.tolist() == [0.0, 0.0, 0.0]  # the padding took all of the probability
 
 
-# --- rows split over programs -----------------------------------------------------------------
-
-
-@pytest.fixture
-def split_small(monkeypatch):
-    """Splits every row, into chunks of 16."""
-    monkeypatch.setattr(triton_softmax, "MAX_COLUMNS_FWD", 0)
-    monkeypatch.setattr(triton_softmax, "MAX_COLUMNS_BWD", 0)
-    monkeypatch.setattr(triton_softmax_wide, "BLOCK_N_FWD", 16)
-    monkeypatch.setattr(triton_softmax_wide, "BLOCK_N_BWD", 16)
-    monkeypatch.setattr(triton_softmax_wide, "NUM_WARPS", 1)
-
-
-@pytest.mark.parametrize("lead_bytes", [1, 300, 2**20])  # one row, some rows, all rows ahead
-@pytest.mark.parametrize("shape", [(1, 1), (1, 100), (7, 33), (2, 3, 4, 16)])
-def test_split_rows(split_small, monkeypatch, device, lead_bytes, shape):
-    monkeypatch.setattr(triton_softmax_wide, "LEAD_BYTES", lead_bytes)
-    assert_right(normal(*shape).to(device) * 9)
-
-
-@pytest.mark.parametrize("shape", [(20, 20), (5, 40), (20, 5), (2, 2, 6, 20)])
-def test_split_causal_rows(split_small, device, shape):
-    assert_right(normal(*shape).to(device), is_causal=True)
-
-
-def test_split_strided_rows(split_small, device):
-    assert_right(normal(40, 3, 5).to(device).permute(2, 1, 0))
-    assert_right(normal(3, 4, 50).to(device)[::2, :, ::3])
-
-
-def test_more_chunks_than_are_merged_together(split_small, monkeypatch, device):
-    monkeypatch.setattr(triton_softmax_wide, "MERGE", 32)
-    x = normal(2, 16 * 70).to(device)  # 70 chunks
-    x[1, -1] = 30.0  # the larger part is in what is merged last
-    assert_right(x)
-
-
-def test_both_routes_agree_where_they_meet(device):
-    fwd, bwd = triton_softmax.MAX_COLUMNS_FWD, triton_softmax.MAX_COLUMNS_BWD
-    for n in (fwd, fwd + 1, bwd, bwd + 1):
-        assert_right(normal(1, n).to(device))
-
-
-def test_partial_results_are_never_the_word_that_means_not_there(split_small, device):
-    # A waiting writer would wait for ever.
-    for value in (0.0, -0.0, -float("inf"), float("nan"), torch.finfo(torch.float32).max):
-        x = torch.full((2, 40), value, device=device, requires_grad=True)
-        y = softmax(x, kernel="triton")
-        y.backward(torch.zeros_like(y))
-
-
 # --- strides ----------------------------------------------------------------------------------
 
 
@@ -147,13 +97,16 @@ def test_rows_of_many_dims_that_do_not_merge(device):
     assert_right(x.permute(5, 3, 1, 4, 2, 0, 6)[..., ::2, ::2, :])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 100, 1024, 1025, 16384])
+@pytest.mark.parametrize("n", [1, 2, 3, 100, 1024, 1025, 16384, 32768])
 def test_tiles_depend_on_the_width_only_by_its_power_of_two(n):
-    block_m, block_n, num_warps = triton_softmax._choose_tile(n, True, 32768)
-    assert (block_m, block_n, num_warps) == triton_softmax._choose_tile(block_n, True, 32768)
+    block_m, block_n, num_warps = triton_softmax._choose_tile(n, True)
+    assert (block_m, block_n, num_warps) == triton_softmax._choose_tile(block_n, True)
     assert n <= block_n < 2 * n
-    assert num_warps in (1, 2, 4, 8, 16, 32)
-    assert triton_softmax._choose_tile(n, False, 32768)[0] * block_n == 32768
+    assert num_warps in (2, 4, 8, 16)
+    assert block_m == max(1024 // block_n, 1)  # short rows share a program, none wastes a warp
+    assert block_m * block_n <= 64 * 32 * num_warps
+    # Where columns are not adjacent, as many rows as fit.
+    assert triton_softmax._choose_tile(n, False)[0] == max(16384 // block_n, 1)
 
 
 # --- custom ops -------------------------------------------------------------------------------
