@@ -14,7 +14,7 @@ class EvalConfig:
     """Perplexity by context length, on any kernel, with parity."""
 
     checkpoint: str
-    """Run folder (its latest checkpoint), or a checkpoint folder."""
+    """Run folder (its latest checkpoint), a checkpoint folder, or a Hugging Face folder."""
     kernel: str = "auto"
     """Attention kernel: eager, sdpa, triton-softmax, tilelang-softmax, triton, tilelang or auto."""
     compare: str = "none"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from minitx.eval_report import model_name
 from minitx.plots import COLOURS, _finish, _pyplot
 
 Report = dict[str, Any]
@@ -84,7 +85,7 @@ def _draw(panels: Sequence[Callable[[Any], None]], title: str, path: Path) -> No
 
 
 def _title(report: Report) -> str:
-    title = f"{report['checkpoint']}, step {report['step']}, {report['dtype']}"
+    title = f"{model_name(report)}, {report['dtype']}"
     title += f", {report['environment']['device']}"
     if text := report.get("text"):
         title += f"\n{text['tokens']:,} tokens of {text['source']} ({text['split']})"

@@ -92,6 +92,12 @@ def describe_text(text: EvalText) -> dict[str, Any]:
     }
 
 
+def model_name(report: dict[str, Any]) -> str:
+    """The checkpoint, and its step where it is of a training run."""
+    step = "" if report["step"] is None else f", step {report['step']}"
+    return f"{report['checkpoint']}{step}"
+
+
 def opening_lines(report: dict[str, Any], model: GPT, longest: int) -> list[str]:
     config = model.config
     scaling = (
@@ -100,7 +106,7 @@ def opening_lines(report: dict[str, Any], model: GPT, longest: int) -> list[str]
         else (f", RoPE {config.rope_scaling} x {config.rope_factor:g}")
     )
     lines = [
-        f"model: {report['checkpoint']}, step {report['step']}, {num_params(model):,} parameters, "
+        f"model: {model_name(report)}, {num_params(model):,} parameters, "
         f"trained at context {config.max_seq_len}{scaling}",
         f"kernel: {report['kernel']}  compare: {report['baseline']}  "
         f"device: {report['environment']['device']}  dtype: {report['dtype']}",

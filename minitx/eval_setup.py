@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from minitx.checkpoint import load_model, load_state
 from minitx.eval_config import EvalConfig
 from minitx.model import GPT
+from minitx.trained import load_trained, trained_config
 
 
 def load_for_contexts(
@@ -21,11 +21,11 @@ def load_for_contexts(
     if config.rope_scaling is not None:
         overrides = {"rope_scaling": config.rope_scaling, "rope_factor": config.rope_factor}
         if config.rope_factor is None:
-            stored = load_state(checkpoint)["model_config"]
+            stored = trained_config(checkpoint)
             trained = stored["rope_trained_len"] or stored["max_seq_len"]
             longest = max(config.lengths(stored["max_seq_len"]))
             overrides["rope_factor"] = max(1.0, longest / trained)
-    model, state = load_model(checkpoint, device=device, dtype=torch.float32, overrides=overrides)
+    model, state = load_trained(checkpoint, device=device, dtype=torch.float32, overrides=overrides)
     if config.rope_scaling is not None and model.rope is None:
         raise ValueError(
             f"--rope_scaling {config.rope_scaling} needs a model with RoPE; this one has "

@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 from minitx import eval_report
-from minitx.checkpoint import find_checkpoint
 from minitx.cli import EXIT_OUT_OF_MEMORY, EXIT_PARITY_FAILED
 from minitx.eval_config import EvalConfig
 from minitx.eval_data import EvalText, checkpoint_tokenizer, load_text
@@ -39,6 +38,7 @@ from minitx.model import GPT
 from minitx.passkey import Prompt, answer_prompt, make_prompts
 from minitx.scoring import Documents, How, Scores, causality_leak, score_windows
 from minitx.signals import Stopped, StopRequest
+from minitx.trained import find_trained
 from minitx.trainer import resolve_device, resolve_dtype
 from minitx.windows import Window, corpus_windows, paired_contexts, paired_windows
 
@@ -72,7 +72,7 @@ def evaluate(config: EvalConfig) -> int:
 def run_evaluation(config: EvalConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    checkpoint = find_checkpoint(Path(config.checkpoint))
+    checkpoint = find_trained(Path(config.checkpoint))
     out_dir = eval_report.choose_out_dir(config.out_dir, checkpoint, config.overwrite)
     model, state = load_for_contexts(config, checkpoint, device)
     check_kernels(config.kernel, config.compare, model.config, device, dtype)

@@ -20,10 +20,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from minitx.checkpoint import CheckpointError, find_checkpoint, load_model
+from minitx.checkpoint import CheckpointError
 from minitx.cli import run_cli
 from minitx.model import GPT, KVCache
 from minitx.tokenizer import Tokenizer, load_tokenizer
+from minitx.trained import find_trained, load_trained
 from minitx.trainer import resolve_device, resolve_dtype
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -37,7 +38,7 @@ class GenerateConfig:
     """Continue a text with a trained model."""
 
     checkpoint: str
-    """Run folder (its latest checkpoint), or a checkpoint folder."""
+    """Run folder (its latest checkpoint), a checkpoint folder, or a Hugging Face folder."""
     prompt: str = ""
     """Text to go on from; empty starts a new document."""
     kernel: str = "auto"
@@ -188,11 +189,13 @@ class Sampler:
 
 def find_tokenizer(checkpoint: Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder: beside its files, or in the run folder around it."""
-    places = [checkpoint / "tokenizer.json", checkpoint.parent.parent / "tokenizer.json"]
+    places = [checkpoint / "tokenizer.json"]
+    if checkpoint.parent.name == "checkpoints":
+        places.append(checkpoint.parent.parent / "tokenizer.json")
     for path in places:
         if path.is_file():
             return load_tokenizer(path)
-    raise CheckpointError(f"{places[1]}: no such file; copy the tokenizer.json of the run there")
+    raise CheckpointError(f"{places[-1]}: no such file; copy the model's tokenizer.json there")
 
 
 def write_stream(pieces: Iterator[bytes]) -> None:
@@ -214,9 +217,9 @@ def generate_text(config: GenerateConfig) -> int:
     """Runs the command; returns its exit code."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    checkpoint = find_checkpoint(Path(config.checkpoint))
+    checkpoint = find_trained(Path(config.checkpoint))
     tokenizer = find_tokenizer(checkpoint)
-    model, _ = load_model(checkpoint, kernel=config.kernel, device=device, dtype=dtype)
+    model, _ = load_trained(checkpoint, kernel=config.kernel, device=device, dtype=dtype)
     # Bytes that are no UTF-8 reach argv as surrogates, and go back to what they were.
     prompt = config.prompt.encode("utf-8", "surrogateescape")
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
