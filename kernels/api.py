@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from minitx.kernels.auto_choice import choose_kernel
 from minitx.kernels.errors import KernelUnavailableError
 from minitx.kernels.reference import attention_reference, softmax_reference
 
@@ -77,7 +78,9 @@ def attention(
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     if kernel == "auto":
-        kernel, why = _auto_attention(q.device.type, return_lse)
+        kernel, why = choose_kernel(
+            q, k, is_causal, return_lse, lambda name: _attention_problem(name, q, return_lse)
+        )
         _announce_auto(kernel, why)
     reason = _attention_problem(kernel, q, return_lse)
     if reason is not None:
@@ -260,15 +263,6 @@ def _softmax_problem(kernel: str, x: torch.Tensor) -> str | None:
     if kernel in ("triton", "tilelang"):
         return _library_problem(kernel, x.device.type, x.device.index)
     return None
-
-
-def _auto_attention(device_type: str, return_lse: bool) -> tuple[str, str]:
-    """The kernel that "auto" stands for, and why."""
-    if device_type != "cuda":
-        return ("eager", "sdpa has no lse") if return_lse else ("sdpa", "fastest on a CPU")
-    if return_lse:
-        return ("eager", "sdpa has no lse")
-    return ("sdpa", "no table of measurements for this GPU yet")
 
 
 def _announce_auto(kernel: str, why: str) -> None:

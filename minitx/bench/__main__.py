@@ -11,6 +11,7 @@ COMMANDS = {
     "attention": "attention by length, forward, backward and both, beside peers",
     "train": "train.py by kernel, compiled or not, beside nanoGPT's model",
     "eval": "one CSV and picture from what eval.py wrote, one run a kernel",
+    "auto": "the table that kernel 'auto' chooses by, from a CSV of attention",
     "table": "Markdown tables from the CSV files of the others, as in README.md",
 }
 

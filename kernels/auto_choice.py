@@ -1,0 +1,95 @@
+"""What `auto` runs: the fastest kernel, by measurement where there is one.
+
+The table holds, for a GPU of a compute capability and 16-bit inputs, which kernel was fastest by
+head dim and number of keys. It is drawn from a CSV of `python -m minitx.bench attention`, which
+times the kernels side by side, by `python -m minitx.bench auto CSV`; a test holds the two together.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Choice(NamedTuple):
+    """From so many keys on, up to the next choice's: the fastest kernel of a forward alone, of a
+    forward and backward, and the same of those kernels that return lse."""
+
+    min_keys: int
+    forward: str
+    training: str
+    forward_lse: str
+    training_lse: str
+
+
+class MeasuredTable(NamedTuple):
+    """source: where the figures are. choices: by the largest head dim that they hold for; those of
+    a head dim from few keys to many."""
+
+    source: str
+    choices: dict[int, tuple[Choice, ...]]
+
+
+TABLES: dict[tuple[int, int], MeasuredTable] = {}  # by compute capability
+
+# In this order where nothing was measured, or what was fastest cannot run.
+UNMEASURED = ("sdpa", "triton", "tilelang", "eager")
+UNMEASURED_LSE = ("triton", "tilelang", "eager")
+
+
+def choose_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    is_causal: bool,
+    return_lse: bool,
+    problem: Callable[[str], str | None],
+) -> tuple[str, str]:
+    """(kernel, why) for q [B, Hq, Sq, D] and k [B, Hkv, Skv, D].
+
+    problem: why a kernel cannot run these inputs, or None.
+    """
+    if q.device.type != "cuda":
+        return ("eager", "sdpa has no lse") if return_lse else ("sdpa", "fastest on a CPU")
+    fastest, why = _fastest(q, k, is_causal, return_lse)
+    others = UNMEASURED_LSE if return_lse else UNMEASURED
+    for kernel in (fastest, *others):
+        reason = problem(kernel)
+        if reason is None:
+            return kernel, why
+        why = f"'{kernel}' cannot: {reason}"
+    return fastest, why  # whose error then says what can be done
+
+
+def _fastest(
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, return_lse: bool
+) -> tuple[str, str]:
+    default = (UNMEASURED_LSE if return_lse else UNMEASURED)[0]
+    Sq, Skv, D = q.shape[2], k.shape[2], q.shape[3]
+    if is_causal and Sq != Skv and Sq != 1:
+        return "triton", "sdpa would make a mask of Sq x Skv"
+    table = TABLES.get(_capability(q.device))
+    if table is None:
+        return default, "no table of measurements for this GPU"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return default, f"{table.source} has no figures for float32"
+    head_dim = next((d for d in sorted(table.choices) if d >= D), None)
+    if head_dim is None:
+        return default, f"{table.source} has no figures for heads of {D}"
+    choices = table.choices[head_dim]
+    # The last choice that begins at Skv or before; the first one holds for fewer keys, too.
+    choice = choices[0]
+    for later in choices[1:]:
+        if Skv < later.min_keys:
+            break
+        choice = later
+    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    column = ("training" if is_training else "forward") + ("_lse" if return_lse else "")
+    return getattr(choice, column), f"fastest in {table.source}"
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+# Dynamo then takes the answer as a constant, as `api` says of its own questions to the machine.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]

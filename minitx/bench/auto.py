@@ -1,0 +1,72 @@
+"""python -m minitx.bench auto CSV: the table of kernels/auto_choice.py, from a measurement.
+
+    python -m minitx.bench attention --kernels sdpa,triton,tilelang --out_dir runs/bench
+    python -m minitx.bench auto runs/bench/attention.csv      prints it as Python
+
+Neighbouring lengths with the same choices become one. Between two measured lengths the shorter
+one's choices hold up to their geometric mean.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from minitx.bench import _common as common
+from minitx.kernels.auto_choice import UNMEASURED, UNMEASURED_LSE, Choice
+
+PASSES = {"forward": "forward", "training": "both"}
+
+
+def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
+    """By head dim, from the causal rows of ungrouped heads in a 16-bit dtype. Raises ValueError
+    where a length lacks a pass."""
+    times: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    for r in rows:
+        kept = (
+            r["status"] == "ok"
+            and r["is_causal"] == "True"
+            and r["dtype"] in ("bfloat16", "float16")
+            and r["q_heads"] == r["kv_heads"]
+            and r["pass"] in PASSES.values()
+        )
+        if kept:
+            shape = (int(r["head_dim"]), int(r["seq_len"]))
+            times.setdefault(shape, {})[r["kernel"], r["pass"]] = float(r["median_ms"])
+    found: dict[int, list[Choice]] = {}
+    lengths: dict[int, int] = {}
+    for (head_dim, length), measured in sorted(times.items()):
+        fastest = []
+        for among in (UNMEASURED, UNMEASURED_LSE):
+            for name in PASSES.values():
+                of_pass = {k: measured[k, name] for k in among if (k, name) in measured}
+                if not of_pass:
+                    raise ValueError(f"no '{name}' of {', '.join(among)} at {length} tokens")
+                fastest.append(min(of_pass, key=lambda k: of_pass[k]))
+        previous = found.setdefault(head_dim, [])
+        if not previous:
+            previous.append(Choice(0, *fastest))
+        elif previous[-1][1:] != tuple(fastest):
+            start = round(math.sqrt(lengths[head_dim] * length))
+            previous.append(Choice(start, *fastest))
+        lengths[head_dim] = length
+    return {head_dim: tuple(of_dim) for head_dim, of_dim in found.items()}
+
+
+def main(argv: list[str]) -> int:
+    description = (__doc__ or "").splitlines()[0].partition(": ")[2]
+    parser = argparse.ArgumentParser(prog="minitx.bench auto", description=description)
+    parser.add_argument("csv", type=Path, help="a CSV of python -m minitx.bench attention")
+    arguments = parser.parse_args(argv)
+    try:
+        found = choices(common.read_csv(arguments.csv))
+    except (OSError, ValueError, KeyError) as error:
+        print(f"minitx.bench auto: error: {arguments.csv}: {error}", file=sys.stderr)
+        return 2
+    for head_dim, of_dim in found.items():
+        print(f"{head_dim}: (")
+        for choice in of_dim:
+            print(f"    Choice({choice.min_keys}, {', '.join(repr(k) for k in choice[1:])}),")
+        print("),")
+    return 0
