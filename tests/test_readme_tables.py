@@ -28,9 +28,11 @@ triton,False,32,1024,ok,690000,1.3346,0.5,10.1,True,1.5e-04,9.25,9.5,GPU 1,2,3.9
 eager,False,32,1024,out of memory,,,,,,,,,GPU 1,2,3.9.0,4,abc
 """,
     "softmax": f"""\
-kernel,dtype,direction,is_causal,rows,columns,status,tb_per_s,copy_tb_per_s,{VERSIONS}
-torch,float32,forward,True,8,128,ok,2.345,4.26,GPU 1,2,3,4,
-triton,float32,forward,True,8,128,wrong,,4.26,GPU 1,2,3,4,
+kernel,dtype,direction,is_causal,rows,columns,status,median_ms,tb_per_s,copy_tb_per_s,{VERSIONS}
+torch,float32,forward,False,4,128,ok,1.0,2.5,4.26,GPU 1,2,3,4,
+triton,float32,forward,False,4,128,ok,1.0,2.5,4.26,GPU 1,2,3,4,
+torch,float32,forward,True,8,128,ok,1.5,2.345,4.26,GPU 1,2,3,4,
+triton,float32,forward,True,8,128,wrong,,,4.26,GPU 1,2,3,4,
 """,
 }
 TABLES = {
@@ -65,11 +67,23 @@ Tiny tensors, so that the host's work is all that counts
 (GPU 1, torch 2, triton 3.9.0, tilelang 4, commit abc)
 """,
     "softmax": """\
+float32 forward: TB/s of bytes that must move (a copy: 4.26)
+
+| rows x columns | torch | triton |
+| --- | ---: | ---: |
+| 4 x 128 | 2.50 | 2.50 |
+
 float32 forward, causal: TB/s of bytes that must move (a copy: 4.26)
 
 | rows x columns | torch | triton |
 | --- | ---: | ---: |
-| 8 x 128 | 2.35 | - |
+| 8 x 128 | 2.35 | wrong |
+
+Causal rows: time for each score, visible or not, over that of full rows
+
+| columns | torch | triton |
+| --- | ---: | ---: |
+| float32 forward, 128 | 0.75 | - |
 
 (GPU 1, torch 2, triton 3, tilelang 4)
 """,

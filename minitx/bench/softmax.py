@@ -3,7 +3,8 @@
 Each result is first checked on some rows against float64, then timed. What counts is the rate of
 the bytes that must move: forward one read and one write of the tensor, backward two reads and one
 write, causal rows read only where they are visible; beside it stands what a plain copy reaches on
-the same machine. Writes softmax.csv and softmax.png to --out_dir and prints a table.
+the same machine. Writes softmax.csv and softmax.png to --out_dir and prints tables, one of them of
+what the causal rule saves in time.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from minitx.bench import _common as common
+from minitx.bench import softmax_report
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
 from minitx.kernels import SOFTMAX_KERNELS, softmax, softmax_reference, supports_softmax
 from minitx.kernels.reference import causal_mask
@@ -22,13 +24,6 @@ from minitx.testing import error_budget, max_error
 PEERS = ("torch", "torch.compile", "quack")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DIRECTIONS = ("forward", "backward", "both")
-COLOURS = {
-    "torch": "#7f7f7f",
-    "torch.compile": "#000000",
-    "quack": "#E69F00",
-    "triton": "#0072B2",
-    "tilelang": "#D55E00",
-}
 CHECKED_ROWS = 16
 MEASURED = (
     "median_ms",
@@ -259,69 +254,6 @@ def _row(kernel: str, case: Case, direction: str, status: str, **measured) -> co
     }
 
 
-def print_tables(rows: list[common.Row], kernels: list[str], copy: float) -> None:
-    """TB/s by width, one table for each dtype, direction and causal or not, all of one run."""
-    groups = dict.fromkeys((r["dtype"], r["is_causal"], r["direction"]) for r in rows)
-    for dtype, is_causal, direction in groups:
-        print(
-            f"\n{dtype} {direction}{', causal' if is_causal else ''}: TB/s of bytes that must move"
-            f" (copy: {copy:.3g})"
-        )
-        cells: dict[str, dict[str, str]] = {}
-        for r in rows:
-            if (r["dtype"], r["is_causal"], r["direction"]) == (dtype, is_causal, direction):
-                line = cells.setdefault(f"{r['rows']} x {r['columns']}", {})
-                line[r["kernel"]] = f"{r['tb_per_s']:.3g}" if r["status"] == "ok" else _short(r)
-        table = [[size, *(line[k] for k in kernels)] for size, line in cells.items()]
-        print(common.format_table(["rows x columns", *kernels], table))
-
-
-def _short(row: common.Row) -> str:
-    return {"out of memory": "memory", "wrong": "wrong"}.get(
-        row["status"], "failed" if row["status"].startswith("failed") else "-"
-    )
-
-
-def plot(csv_path: Path, png_path: Path) -> None:
-    """Draws the CSV: TB/s by width, a panel for each dtype, direction and causal or not."""
-    from matplotlib.figure import Figure
-
-    rows = [r for r in common.read_csv(csv_path) if r["direction"] != "both"]
-    lines = list(dict.fromkeys((r["dtype"], r["is_causal"]) for r in rows))
-    figure = Figure(figsize=(10, 3.2 * len(lines)), layout="constrained")
-    panels = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
-    for (dtype, is_causal), axes in zip(lines, panels, strict=True):
-        for direction, axis in zip(DIRECTIONS, axes, strict=False):
-            chosen = (dtype, is_causal, direction)
-            here = [r for r in rows if (r["dtype"], r["is_causal"], r["direction"]) == chosen]
-            measured = [r for r in here if r["status"] == "ok"]
-            for kernel in dict.fromkeys(r["kernel"] for r in measured):
-                points = [r for r in measured if r["kernel"] == kernel]
-                axis.plot(
-                    [int(r["columns"]) for r in points],
-                    [float(r["tb_per_s"]) for r in points],
-                    marker="o",
-                    markersize=4,
-                    color=COLOURS.get(kernel),
-                    label=kernel,
-                )
-            if measured:
-                axis.set_xscale("log", base=2)
-            axis.axhline(
-                float(here[0]["copy_tb_per_s"]), color="#bbbbbb", linestyle="--", label="copy"
-            )
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"{dtype} {direction}{', causal' if is_causal == 'True' else ''}")
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_ylabel("TB/s of bytes that must move")
-    for axis in panels[-1]:
-        axis.set_xlabel("columns")
-    panels[0][0].legend(frameon=False, fontsize="small")
-    figure.suptitle(f"Row softmax, {rows[0]['device']}, torch {rows[0]['torch']}")
-    figure.savefig(png_path, dpi=150)
-
-
 def run(config: SoftmaxBenchConfig) -> int:
     device = common.check_device(config.device)
     kernels = _kernels(config, device)
@@ -349,9 +281,10 @@ def run(config: SoftmaxBenchConfig) -> int:
     for case in tqdm(cases, unit="case", disable=None):
         for kernel in kernels:
             rows += [row | about for row in measure_kernel(kernel, case, config.budget_ms)]
-    print_tables(rows, kernels, copy)
+    for title, header, lines in softmax_report.tables(rows):
+        print(f"\n{title}\n{common.format_table(header, lines)}")
     common.write_csv(csv_path, rows)
-    plot(csv_path, png_path)
+    softmax_report.plot(csv_path, png_path)
     print(f"\nwrote {csv_path} and {png_path}")
     return EXIT_PARITY_FAILED if _report_failures(rows) else 0
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minitx.bench import _common as common
-from minitx.bench import attention_report, train
+from minitx.bench import attention_report, softmax_report, train
 from minitx.bench import eval as bench_eval
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -54,7 +54,7 @@ def tables(rows: Sequence[CsvRow], path: Path) -> Sequence[Table]:
     if "vs_nanogpt" in rows[0]:
         return train_tables(rows)
     if "tb_per_s" in rows[0]:
-        return softmax_tables(rows)
+        return softmax_report.tables(rows)
     raise ValueError(f"{path} is no CSV of python -m minitx.bench")
 
 
@@ -84,25 +84,6 @@ def typed(row: CsvRow) -> common.Row:
         return float(text) if re.fullmatch(r"-?\d+(\.\d*)?(e[-+]?\d+)?", text) else text
 
     return {name: value(text) for name, text in row.items()}
-
-
-def softmax_tables(rows: Sequence[CsvRow]) -> list[Table]:
-    found = []
-    kernels = list(dict.fromkeys(r["kernel"] for r in rows))
-    for dtype, is_causal, direction in dict.fromkeys(
-        (r["dtype"], r["is_causal"], r["direction"]) for r in rows
-    ):
-        lines: dict[str, dict[str, str]] = {}
-        for r in rows:
-            if (r["dtype"], r["is_causal"], r["direction"]) == (dtype, is_causal, direction):
-                measured = f"{float(r['tb_per_s']):.2f}" if r["status"] == "ok" else "-"
-                lines.setdefault(f"{r['rows']} x {r['columns']}", {})[r["kernel"]] = measured
-        causal = ", causal" if is_causal == "True" else ""
-        copy = f"{float(rows[0]['copy_tb_per_s']):.2f}"
-        title = f"{dtype} {direction}{causal}: TB/s of bytes that must move (a copy: {copy})"
-        table = [[size, *(cells.get(k, "-") for k in kernels)] for size, cells in lines.items()]
-        found.append((title, ["rows x columns", *kernels], table))
-    return found
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
