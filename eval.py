@@ -5,6 +5,7 @@
     python eval.py --checkpoint runs/triton --context_lengths 32768 --rope_scaling yarn
     python eval.py --checkpoint runs/triton --data.source book.txt --prefill_chunk 4096
     python eval.py --checkpoint runs/triton --task passkey --context_lengths 1024,4096
+    python eval.py --checkpoint models/SmolLM2-135M --data.source book.txt
 
 Writes eval.json and eval.png to eval/ in the run's folder, or to --out_dir. Exit code 3: the kernel
 does not give what --compare gives, within its error budget; 4: a later token moves an earlier loss.

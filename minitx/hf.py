@@ -151,7 +151,8 @@ def _qwen3(path: Path, spec: Spec) -> dict[str, Any]:
 
 def _llama_like(path: Path, spec: Spec) -> dict[str, Any]:
     n_layer = spec["num_hidden_layers"]
-    _require(path, spec, hidden_act="silu", layer_types=["full_attention"] * n_layer)
+    _require(path, spec, hidden_act="silu", rope_interleaved=False)
+    _require(path, spec, layer_types=["full_attention"] * n_layer)
     return {
         "n_layer": n_layer,
         "n_head": spec["num_attention_heads"],

@@ -232,6 +232,7 @@ REFUSED = [
     ({"architectures": None}, "unknown architecture None"),
     ({"sliding_window": 4096}, "sliding_window 4096 is not supported; expected null"),
     ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; expected "silu"'),
+    ({"rope_interleaved": True}, "rope_interleaved true is not supported; expected false"),
     ({"attention_bias": True, "mlp_bias": False}, "mlp_bias false is not supported"),
     ({"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4} is not supported'),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling dynamic is not"),
