@@ -44,6 +44,7 @@ WIDTHS = {
 ELEMENTS = {"cuda": 2**27, "cpu": 2**16}
 # Wider than this a causal matrix is no longer square: it would not fit in memory.
 MAX_CAUSAL_WIDTH = {"cuda": 32768, "cpu": 256}
+QUACK_MAX_WIDTH = 131072
 
 Softmax = Callable[[torch.Tensor], torch.Tensor]
 
@@ -122,13 +123,15 @@ def make_softmax(kernel: str, case: Case) -> Softmax:
     return function
 
 
-def why_not(kernel: str, device: str, is_causal: bool = False) -> str | None:
+def why_not(kernel: str, device: str, is_causal: bool = False, width: int = 1) -> str | None:
     """Why a kernel or peer cannot be measured here, or None."""
     if kernel in SOFTMAX_KERNELS:
         return supports_softmax(kernel, torch.empty(1, 1, device=device)).reason or None
     if kernel == "quack":
         if is_causal:
             return "it has no causal softmax"
+        if width > QUACK_MAX_WIDTH:
+            return "a cluster has no room for a row of y and one of dy"
         if device != "cuda":
             return "it runs on GPUs only"
         if _quack_softmax() is None:
@@ -175,7 +178,7 @@ def _values_and_gradient(function: Softmax, x: torch.Tensor, dy: torch.Tensor):
 def measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Row]:
     """A row for each direction; a kernel that cannot, runs out of memory or is wrong has rows that
     say so."""
-    reason = why_not(kernel, case.device, case.is_causal)
+    reason = why_not(kernel, case.device, case.is_causal, case.width)
     if reason is not None:
         return [_row(kernel, case, direction, reason) for direction in DIRECTIONS]
     try:
