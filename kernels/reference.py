@@ -27,7 +27,7 @@ def causal_mask(Sq: int, Skv: int, device: torch.device | str) -> torch.Tensor:
 def _exp_normalised(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Row softmax and natural-log sum of exponentials; a row of -inf alone gives 0 and -inf."""
     if scores.shape[-1] == 0:
-        return scores, scores.new_full(scores.shape[:-1], float("-inf"))
+        return scores, scores.sum(-1) - float("inf")  # a constant that autograd can follow
     # The maximum only shifts the exponent, so it takes no part in the derivative.
     row_max = scores.detach().amax(-1, keepdim=True)
     shift = row_max.masked_fill(row_max == float("-inf"), 0.0)
