@@ -153,9 +153,10 @@ def run(kernel: str, q, k, v, dout, dlse=None, **kwargs) -> AttentionResult:
 
 
 def assert_same(kernel: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit; PyTorch's matmul may choose another order for another batch."""
+    """Bit for bit; PyTorch may choose another kernel for another batch, and not all of its own are
+    deterministic."""
     if kernel in PYTORCH_KERNELS:
-        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     else:
         assert torch.equal(actual, expected)
 
@@ -294,13 +295,15 @@ def test_the_future_does_not_change_the_past(kernel, device, case, first):
         kernel, q, changed(k, future), changed(v, future), dout, is_causal=True, scale=case.scale
     )
     for name in ("out", "lse", "dq"):
-        if getattr(after, name) is not None:
-            assert torch.equal(getattr(after, name)[:, :, past], getattr(before, name)[:, :, past])
+        if getattr(before, name) is not None:
+            same = (getattr(result, name)[:, :, past] for result in (after, before))
+            assert_same(kernel, *same)
     after = run(
         kernel, changed(q, past), k, v, changed(dout, past), is_causal=True, scale=case.scale
     )
     for name in ("dk", "dv"):
-        assert torch.equal(getattr(after, name)[:, :, future], getattr(before, name)[:, :, future])
+        same = (getattr(result, name)[:, :, future] for result in (after, before))
+        assert_same(kernel, *same)
 
 
 @given(case=cases(scales=st.sampled_from([1.0, 0.5, -1.0])), is_causal=st.booleans())
