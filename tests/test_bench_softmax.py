@@ -1,6 +1,7 @@
 """python -m minitx.bench softmax: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
+import time
 
 import pytest
 import torch
@@ -78,6 +79,17 @@ def test_out_of_memory_and_failures_are_rows(tmp_path, monkeypatch, capsys):
     statuses = {r["kernel"]: r["status"] for r in read(tmp_path)}
     assert statuses == {"torch": "out of memory", "eager": "failed: no luck"}
     assert "memory  failed" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_is_not_the_devices_time():
+    x = torch.zeros(1, device="cuda")
+
+    def slow_to_launch():
+        time.sleep(2e-4)
+        x.add_(1)
+
+    assert common.measure(slow_to_launch, "cuda", 50).median_ms < 0.1
 
 
 @pytest.mark.parametrize("where", ["values", "gradient", "masked"])
