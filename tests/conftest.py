@@ -6,6 +6,8 @@ from attention_contract import KERNELS
 
 from minitx.kernels import supports
 
+pytest_plugins = ["contract_csv", "pytester"]  # --contract-csv, and what tests it
+
 # Tests are tiny: a second thread costs more than it brings, and on a busy machine threads that wait
 # for one another in a parallel region make a test a hundred times slower.
 torch.set_num_threads(1)
@@ -48,5 +50,5 @@ def has_lse(kernel: str, device: str) -> bool:
 @pytest.fixture
 def lse_kernel(kernel: str, has_lse: bool) -> str:
     if not has_lse:
-        pytest.skip("it does not return lse")
+        pytest.skip("returns no lse")
     return kernel

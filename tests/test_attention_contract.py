@@ -35,6 +35,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.contract("shapes and grouped heads")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("B", "Hq", "Hkv", "Sq", "Skv", "D"), SHAPES)
 def test_out_lse_and_gradients(kernel, has_lse, device, B, Hq, Hkv, Sq, Skv, D, is_causal):
@@ -42,6 +43,7 @@ def test_out_lse_and_gradients(kernel, has_lse, device, B, Hq, Hkv, Sq, Skv, D, 
     check(kernel, has_lse, q, k, v, is_causal=is_causal)
 
 
+@pytest.mark.contract("dtypes")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_half_precision(kernel, has_lse, device, dtype):
     q, k, v = make_qkv(1, 4, 2, 70, 70, 32, dtype=dtype, device=device)
@@ -50,6 +52,7 @@ def test_half_precision(kernel, has_lse, device, dtype):
     assert not has_lse or result.lse.dtype == torch.float32
 
 
+@pytest.mark.contract("head dims")
 @pytest.mark.parametrize("D", [1, 8, 31, 80, 96, 128, 160, 192, 256])
 def test_every_head_dim(kernel, has_lse, device, D):
     # Below 16, between powers of two, odd, and the largest. In float16, where eager attention's own
@@ -58,6 +61,7 @@ def test_every_head_dim(kernel, has_lse, device, D):
     check(kernel, has_lse, q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("scale")
 @pytest.mark.parametrize("Skv", [40, 70], ids=["square", "more-keys"])
 @pytest.mark.parametrize(
     "scale", [0.0, -0.3, 1.7, 1e-50], ids=["zero", "negative", "large", "tiny"]
@@ -69,12 +73,14 @@ def test_any_finite_scale(kernel, has_lse, device, scale, Skv):
     check(kernel, has_lse, q, k, v, is_causal=True, scale=scale)
 
 
+@pytest.mark.contract("scale")
 def test_default_scale_is_one_over_the_root_of_the_head_dim(kernel, device):
     q, k, v = make_qkv(D=40, device=device)
     given = attention(q, k, v, scale=40**-0.5, kernel=kernel)
     assert torch.equal(attention(q, k, v, kernel=kernel), given)
 
 
+@pytest.mark.contract("sizes")
 @pytest.mark.parametrize("n_keys", [1, 15, 16, 17, 63, 64, 65, 127, 129, 200])
 def test_keys_past_the_end_count_for_nothing(kernel, has_lse, device, n_keys):
     # Equal scores and v = 1: any phantom key in the denominator shows in out.
@@ -87,6 +93,7 @@ def test_keys_past_the_end_count_for_nothing(kernel, has_lse, device, n_keys):
         torch.testing.assert_close(lse, torch.full_like(lse, math.log(n_keys)), rtol=0, atol=2e-6)
 
 
+@pytest.mark.contract("causal, aligned bottom-right", "empty rows")
 @pytest.mark.parametrize(
     ("Sq", "n_keys", "expected", "expected_lse"),
     [
@@ -114,6 +121,7 @@ def test_causal_is_aligned_bottom_right(
     assert not q.grad[:, :, :n_empty].any()
 
 
+@pytest.mark.contract("sizes")
 @pytest.mark.parametrize(
     ("q_shape", "kv_shape"),
     [
@@ -140,6 +148,7 @@ def test_empty_dims(kernel, has_lse, device, q_shape, kv_shape):
 # Extremes
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_far_below_any_finite_start_of_the_maximum(kernel, has_lse, device, dtype):
     q = column([100.0], device=device, dtype=dtype)
@@ -154,6 +163,7 @@ def test_logits_far_below_any_finite_start_of_the_maximum(kernel, has_lse, devic
         torch.testing.assert_close(lse.item(), -1.6e6, rtol=rtol, atol=0)
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 def test_rows_of_negative_logits_ignore_the_padding(kernel, device):
     # A tail padded with scores of 0 would win the maximum, and every probability would underflow.
     q, k = constant(1.0, 1, D=1, device=device), constant(-200.0, 65, D=1, device=device)
@@ -162,6 +172,7 @@ def test_rows_of_negative_logits_ignore_the_padding(kernel, device):
     torch.testing.assert_close(out.item(), 32.0, rtol=1e-6, atol=0)
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 def test_huge_equal_logits(kernel, device):
     # Logits of 1.4e11: the rounding of a product is thousands, and 2^thousands inf.
     q, k = (constant(133120.0, 4, D=64, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -173,6 +184,7 @@ def test_huge_equal_logits(kernel, device):
     assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
+@pytest.mark.contract("NaN, inf and huge logits", "lse")
 def test_a_huge_single_logit(lse_kernel, device):
     q = torch.full((1, 1, 1, 64), 133120.0, dtype=torch.bfloat16, device=device)
     out, lse = attention(q, q, q, kernel=lse_kernel, return_lse=True)
@@ -181,6 +193,7 @@ def test_a_huge_single_logit(lse_kernel, device):
     torch.testing.assert_close(lse.item(), 64 * 133120.0**2 / 8, rtol=rtol, atol=0)
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 def test_float16_scores_may_exceed_float16(kernel, device):
     q, k = (constant(40.0, 2, D=64, device=device, dtype=torch.float16) for _ in range(2))
     v = column([0.0, 1.0], D=64, device=device, dtype=torch.float16)  # q k^T is 102400
@@ -188,6 +201,7 @@ def test_float16_scores_may_exceed_float16(kernel, device):
     assert out[0, 0, :, 0].tolist() == [0.5, 0.5]
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 def test_nan_stays_in_its_own_row(kernel, has_lse, device):
     q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=device)
     clean = attention(q, k, v, is_causal=False, kernel=kernel)
@@ -202,6 +216,7 @@ def test_nan_stays_in_its_own_row(kernel, has_lse, device):
         assert lse[:, :, others].isfinite().all()
 
 
+@pytest.mark.contract("NaN, inf and huge logits", "causal, aligned bottom-right")
 def test_a_nan_key_reaches_only_the_queries_that_see_it(kernel, device):
     q, k, v = make_qkv(1, 1, 1, 40, 40, 16, device=device)
     clean = attention(q, k, v, kernel=kernel)
@@ -211,6 +226,7 @@ def test_a_nan_key_reaches_only_the_queries_that_see_it(kernel, device):
     assert out[:, :, 20:].isnan().all()
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 def test_infinite_logits_are_what_the_reference_says(kernel, device):
     q = torch.ones(1, 1, 3, 16, device=device)
     k = torch.ones(1, 1, 40, 16, device=device)
@@ -225,6 +241,7 @@ def test_infinite_logits_are_what_the_reference_says(kernel, device):
         torch.testing.assert_close(out, expected, equal_nan=True)
 
 
+@pytest.mark.contract("NaN, inf and huge logits", "strides")
 def test_memory_past_the_keys_is_never_seen(kernel, device):
     # k, v and q are slices of buffers that hold NaN after them, in rows and in columns.
     buffers = torch.full((3, 1, 2, 64, 64), NAN, device=device)
@@ -245,12 +262,14 @@ def test_memory_past_the_keys_is_never_seen(kernel, device):
 # Strides
 
 
+@pytest.mark.contract("strides")
 @pytest.mark.parametrize("layout", ["bshd", "qkv", "step2", "offset"])
 def test_layouts(kernel, has_lse, device, layout):
     q, k, v = make_qkv(2, 4, 4, 40, 40, 16, device=device, layout=layout)
     check(kernel, has_lse, q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("strides")
 @pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=3)))
 def test_q_k_and_v_have_strides_of_their_own(kernel, device, transposed):
     plain = make_qkv(2, 2, 2, 20, 20, 16, device=device)
@@ -265,12 +284,14 @@ def test_q_k_and_v_have_strides_of_their_own(kernel, device, transposed):
     )
 
 
+@pytest.mark.contract("strides", "shapes and grouped heads")
 def test_expanded_keys_and_values(kernel, has_lse, device):
     q, k, v = make_qkv(2, 4, 1, 40, 40, 16, device=device)
     k, v = k[:1].expand(2, 4, -1, -1), v[:1].expand(2, 4, -1, -1)
     check(kernel, has_lse, q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("strides")
 def test_results_keep_the_inputs_layout(kernel, device):
     leaves = [torch.randn(2, 20, 4, 16, device=device, requires_grad=True) for _ in range(3)]
     q, k, v = (t.transpose(1, 2) for t in leaves)

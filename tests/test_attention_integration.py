@@ -26,6 +26,7 @@ def _same_numbers_every_time() -> None:
 # Autograd
 
 
+@pytest.mark.contract("gradients", "strides")
 def test_expanded_dout_by_hand(kernel, device):
     q, k, v = (
         torch.tensor(x, device=device).view(1, 1, 2, 1).requires_grad_()
@@ -42,6 +43,7 @@ def test_expanded_dout_by_hand(kernel, device):
         torch.testing.assert_close(actual.flatten().tolist(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.contract("gradients", "strides")
 @pytest.mark.parametrize("shape", ["expanded", "sliced", "transposed"])
 def test_dout_of_any_strides(kernel, device, shape):
     q, k, v = make_qkv(2, 2, 2, 20, 20, 16, device=device)
@@ -58,12 +60,14 @@ def test_dout_of_any_strides(kernel, device, shape):
         )
 
 
+@pytest.mark.contract("lse")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_lse_is_differentiable(lse_kernel, device, is_causal):
     q, k, v = make_qkv(2, 4, 2, 70, 70, 16, device=device)
     check_attention(lse_kernel, q, k, v, is_causal=is_causal, with_dlse=True)
 
 
+@pytest.mark.contract("lse")
 def test_a_loss_of_lse_alone(lse_kernel, device):
     q, k, v = (t.requires_grad_() for t in make_qkv(2, 2, 2, 20, 40, 16, device=device))
     grads = {}
@@ -74,6 +78,7 @@ def test_a_loss_of_lse_alone(lse_kernel, device):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.contract("lse")
 def test_merging_two_halves_is_attention_over_the_whole(lse_kernel, device):
     # The forward and, as merge reads lse, its gradient.
     q, k, v = make_qkv(1, 4, 2, 33, 80, 16, device=device)
@@ -90,6 +95,7 @@ def test_merging_two_halves_is_attention_over_the_whole(lse_kernel, device):
     assert_within_budget(type(truth)(out, lse, *grads), eager, truth, q.dtype)
 
 
+@pytest.mark.contract("gradients")
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
 def test_only_the_gradients_asked_for(kernel, device, needs):
     inputs = make_qkv(1, 4, 2, 20, 20, 16, device=device)
@@ -106,6 +112,7 @@ def test_only_the_gradients_asked_for(kernel, device, needs):
             torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.contract("gradients")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(kernel, device, mode):
     q, k, v = (t.requires_grad_() for t in make_qkv(device=device))
@@ -115,6 +122,7 @@ def test_without_gradients(kernel, device, mode):
     assert torch.equal(out, attention(q, k, v, kernel=kernel))
 
 
+@pytest.mark.contract("gradients")
 def test_a_second_derivative_is_right_or_refused(kernel, device):
     q, k, v = (t.requires_grad_() for t in make_qkv(1, 1, 1, 8, 8, 16, device=device))
 
@@ -131,6 +139,7 @@ def test_a_second_derivative_is_right_or_refused(kernel, device):
         torch.testing.assert_close(actual, second("reference"))
 
 
+@pytest.mark.contract("gradients")
 def test_inputs_are_left_alone_and_changes_to_them_are_noticed(kernel, device):
     q, k, v = (t.requires_grad_() for t in make_qkv(device=device))
     before = [t.detach().clone() for t in (q, k, v)]
@@ -143,6 +152,7 @@ def test_inputs_are_left_alone_and_changes_to_them_are_noticed(kernel, device):
         out.sum().backward()
 
 
+@pytest.mark.contract("gradients")
 def test_changing_out_is_noticed(kernel, device):
     if kernel == "eager":
         pytest.skip("it does not save its output")
@@ -153,6 +163,7 @@ def test_changing_out_is_noticed(kernel, device):
         out.sum().backward()
 
 
+@pytest.mark.contract("gradients", "determinism")
 def test_backward_twice_and_again_is_the_same(kernel, device):
     if kernel in ("eager", "sdpa") and device == "cuda":
         pytest.skip("PyTorch's own kernels make no such promise")
@@ -171,6 +182,7 @@ def test_backward_twice_and_again_is_the_same(kernel, device):
 # Integration
 
 
+@pytest.mark.contract("autocast and checkpointing")
 def test_autocast_casts_all_three(kernel, device):
     q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=device)
     q.requires_grad_()
@@ -184,6 +196,7 @@ def test_autocast_casts_all_three(kernel, device):
         attention(q, k, v, kernel=kernel)
 
 
+@pytest.mark.contract("autocast and checkpointing")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_under_autocast(kernel, device, use_reentrant):
     x = torch.randn(2, 20, 32, device=device, requires_grad=True)
@@ -201,6 +214,7 @@ def test_activation_checkpointing_under_autocast(kernel, device, use_reentrant):
     torch.testing.assert_close(weight.grad, plain[1])
 
 
+@pytest.mark.contract("torch.func")
 @pytest.mark.parametrize("transform", ["grad", "grad of each", "grad of all"])
 # PyTorch's word on its own kernels under vmap.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -222,6 +236,7 @@ def test_torch_func(kernel, device, transform):
     torch.testing.assert_close(run(kernel), run("reference"))
 
 
+@pytest.mark.contract("torch.compile and opcheck")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_compiled_without_a_break_or_a_compile_per_length(kernel, device, layout):
     torch._dynamo.reset()
@@ -250,6 +265,7 @@ def test_compiled_without_a_break_or_a_compile_per_length(kernel, device, layout
 # Refusals
 
 
+@pytest.mark.contract("refusals")
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "v_shape", "message"),
     [
@@ -266,6 +282,7 @@ def test_shapes_that_do_not_fit(kernel, q_shape, k_shape, v_shape, message):
         attention(*(torch.zeros(s) for s in (q_shape, k_shape, v_shape)), kernel=kernel)
 
 
+@pytest.mark.contract("refusals")
 def test_dtypes_that_do_not_fit(kernel, device):
     x = torch.zeros(1, 1, 8, 16, device=device)
     with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
@@ -277,6 +294,7 @@ def test_dtypes_that_do_not_fit(kernel, device):
 # On a GPU
 
 
+@pytest.mark.contract("dtypes")
 @pytest.mark.gpu
 def test_float32_is_not_tf32(kernel, has_lse):
     generator = torch.Generator().manual_seed(0)
@@ -287,6 +305,7 @@ def test_float32_is_not_tf32(kernel, has_lse):
         assert max_error(getattr(actual, name), getattr(truth, name)) <= 2e-5, name
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 @pytest.mark.gpu
 def test_uninitialised_memory_is_never_read(kernel, has_lse):
     q, k, v = make_qkv(2, 4, 2, 65, 65, 40, device="cuda", dtype=torch.bfloat16)
@@ -296,6 +315,7 @@ def test_uninitialised_memory_is_never_read(kernel, has_lse):
         check(kernel, has_lse, q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("sizes")
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(65536, 1, 2, 16), (10923, 6, 2, 16), (1, 1, 1200000, 16)])
 def test_more_programs_than_a_grid_has_in_y(kernel, shape):
@@ -315,6 +335,7 @@ def test_more_programs_than_a_grid_has_in_y(kernel, shape):
     )
 
 
+@pytest.mark.contract("sizes")
 @pytest.mark.gpu
 @pytest.mark.huge
 def test_offsets_beyond_32_bits(kernel):
@@ -334,6 +355,7 @@ def test_offsets_beyond_32_bits(kernel):
         torch.testing.assert_close(actual[-1:, -1:], value, rtol=0, atol=3e-2)
 
 
+@pytest.mark.contract("sizes")
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -343,6 +365,7 @@ def test_long_enough_to_fill_the_pipeline(kernel, has_lse, dtype, D):
         check(kernel, has_lse, q, k, v, is_causal=is_causal)
 
 
+@pytest.mark.contract("CUDA graphs, streams, devices, threads")
 @pytest.mark.gpu
 def test_current_stream(kernel):
     q, k, v = make_qkv(2, 4, 4, 256, 256, 64, device="cuda", dtype=torch.float16)
@@ -360,6 +383,7 @@ def test_current_stream(kernel):
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.contract("CUDA graphs, streams, devices, threads")
 @pytest.mark.gpu
 # PyTorch's word on the leaves of this test, which are made outside of the capturing stream.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -386,6 +410,7 @@ def test_cuda_graph(kernel):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.contract("CUDA graphs, streams, devices, threads")
 @pytest.mark.two_gpus
 def test_tensors_of_another_gpu(kernel, has_lse):
     torch.cuda.set_device(0)

@@ -227,6 +227,7 @@ def roundings(
     }
 
 
+@pytest.mark.contract("shapes and grouped heads", "strides", "scale", "dtypes")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @given(case=cases(widest=33))
 @few_examples
@@ -234,6 +235,7 @@ def test_float32(kernel, device, is_causal, case):
     check(kernel, case, device, torch.float32, is_causal)
 
 
+@pytest.mark.contract("shapes and grouped heads", "strides", "scale", "dtypes")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @given(case=cases())
@@ -245,6 +247,7 @@ def test_half_precision(kernel, device, dtype, is_causal, case):
 # Symmetries
 
 
+@pytest.mark.contract("shapes and grouped heads")
 @given(case=cases(), is_causal=st.booleans())
 @few_examples
 def test_batch_and_heads_may_be_permuted(kernel, device, case, is_causal):
@@ -263,6 +266,7 @@ def test_batch_and_heads_may_be_permuted(kernel, device, case, is_causal):
         assert_same(kernel, getattr(actual, name), permuted(getattr(expected, name)))
 
 
+@pytest.mark.contract("shapes and grouped heads", "determinism")
 @given(case=cases(), is_causal=st.booleans())
 @few_examples
 def test_a_batch_element_does_not_know_its_neighbours(kernel, device, case, is_causal):
@@ -274,6 +278,7 @@ def test_a_batch_element_does_not_know_its_neighbours(kernel, device, case, is_c
             assert_same(kernel, getattr(alone, name), getattr(whole, name)[i : i + 1])
 
 
+@pytest.mark.contract("causal, aligned bottom-right")
 @given(case=cases(), first=st.integers(0, 40))
 @few_examples
 def test_the_future_does_not_change_the_past(kernel, device, case, first):
@@ -306,6 +311,7 @@ def test_the_future_does_not_change_the_past(kernel, device, case, first):
         assert_same(kernel, *same)
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
 @given(case=cases(scales=st.sampled_from([1.0, 0.5, -1.0])), is_causal=st.booleans())
 @few_examples
 def test_a_shift_of_all_logits_changes_lse_alone(kernel, device, case, is_causal):
@@ -340,6 +346,7 @@ def test_a_shift_of_all_logits_changes_lse_alone(kernel, device, case, is_causal
         assert max_error(shifted_lse, lse + shift) <= 4 * EPS32 * (logit + 4)
 
 
+@pytest.mark.contract("empty rows", "sizes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @given(case=cases(), is_causal=st.booleans())
 @few_examples

@@ -87,6 +87,17 @@ Causal rows: time for each score, visible or not, over that of full rows
 
 (GPU 1, torch 2, triton 3, tilelang 4)
 """,
+    "contract": """\
+Tests that passed
+
+| rule | eager | sdpa |
+| --- | ---: | ---: |
+| scale | 4 | 2 of 3 |
+| lse | 12 | returns no lse; needs a GPU |
+| sizes | 1 | - |
+
+(GPU 1, torch 2, triton 3, tilelang 4, commit abc)
+""",
 }
 
 

@@ -41,6 +41,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.contract("sizes", kernel="tilelang")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("Sq", "Skv"), LENGTHS)
 def test_tiles_of_every_kind(device, Sq, Skv, is_causal):
@@ -55,6 +56,7 @@ def test_float32_is_ieee(device, is_causal):
     check_attention("tilelang", q, k, v, is_causal=is_causal)
 
 
+@pytest.mark.contract("head dims", kernel="tilelang")
 # 1 and 8 are padded fourfold and more, 48 to the next width, 64 fills it.
 @pytest.mark.parametrize("D", [1, 8, 48, 64])
 def test_head_dims_are_padded_on_chip(device, D):
@@ -62,12 +64,14 @@ def test_head_dims_are_padded_on_chip(device, D):
     check_attention("tilelang", q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("scale", kernel="tilelang")
 @pytest.mark.parametrize("scale", [0.0, -1.3], ids=["zero", "negative"])
 def test_the_maximum_is_that_of_scaled_scores(device, scale):
     q, k, v = make_qkv(1, 2, 2, 70, 70, 16, device=device)
     check_attention("tilelang", q, k, v, is_causal=True, scale=scale, with_dlse=True)
 
 
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
 @pytest.mark.parametrize(("tile", "i"), [(0, 0), (0, 31), (1, 0), (3, 31)])
 def test_one_finite_logit_among_tiles_of_minus_infinity(device, tile, i):
     # Whole tiles of -inf before it and after it: -inf - -inf must not be taken.
@@ -81,6 +85,7 @@ def test_one_finite_logit_among_tiles_of_minus_infinity(device, tile, i):
     torch.testing.assert_close(lse, torch.full_like(lse, 10.0))
 
 
+@pytest.mark.contract("empty rows", kernel="tilelang")
 def test_logits_of_minus_infinity_alone_are_an_empty_row(device):
     q = torch.ones(1, 1, 20, 16, device=device, requires_grad=True)
     k = torch.full((1, 1, 40, 16), -INF, device=device)
@@ -105,6 +110,7 @@ def test_a_maximum_that_changes_by_hundreds_from_tile_to_tile(device):
         torch.testing.assert_close(lse, torch.full_like(lse, 300 + math.log(32)))
 
 
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_huge_logits_keep_gradients_finite(device, dtype):
     # Scores of 1e11 and their lse round thousands apart: what is recomputed must not pass 1.
@@ -230,6 +236,7 @@ def test_the_usual_views_are_not_copied(device, layout, dtype):
     check_attention("tilelang", q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("strides", kernel="tilelang")
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bhsd", "step2", "offset"])
 @pytest.mark.parametrize("D", [1, 7, 12, 31])
@@ -243,6 +250,7 @@ def test_rows_that_tma_cannot_fetch_are_copied(layout, D, dtype):
     check_attention("tilelang", q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("strides", kernel="tilelang")
 def test_dims_of_one_may_have_any_stride(device):
     q, k, v = make_qkv(1, 1, 1, 1, 1, 32, device=device, dtype=torch.float16)
     strided = [t.as_strided(t.shape, (3, 5, 7, 1)) for t in (q, k, v)]
@@ -253,6 +261,7 @@ def test_dims_of_one_may_have_any_stride(device):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
+@pytest.mark.contract("determinism", kernel="tilelang")
 def test_gradients_are_bitwise_the_same_every_time(device):
     q, k, v = make_qkv(2, 4, 2, 130, 130, 32, device=device, dtype=torch.float16)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
@@ -261,6 +270,7 @@ def test_gradients_are_bitwise_the_same_every_time(device):
         assert torch.equal(getattr(other, name), getattr(first, name)), name
 
 
+@pytest.mark.contract("torch.compile and opcheck", kernel="tilelang")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_opcheck(device, layout):
     q, k, v = make_qkv(1, 2, 1, 8, 8, 16, device=device, layout=layout)
@@ -273,6 +283,7 @@ def test_opcheck(device, layout):
         torch.library.opcheck(ops.tilelang_attention_bwd.default, arguments)
 
 
+@pytest.mark.contract("torch.func", kernel="tilelang")
 def test_vmap_over_queries_alone(device):
     q, k, v = make_qkv(6, 2, 1, 20, 20, 16, device=device)
     q = q.unflatten(0, (3, 2))
@@ -281,6 +292,7 @@ def test_vmap_over_queries_alone(device):
         assert torch.equal(mapped[i], attention(q[i], k[:2], v[:2], kernel="tilelang"))
 
 
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
 def test_threads_on_a_cold_cache(device, monkeypatch):
     monkeypatch.setattr(tilelang_runtime, "_kernels", {})
     q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=device)
@@ -351,6 +363,7 @@ def test_the_hopper_kernel_is_what_it_is_meant_to_be():
     assert "__fmul_rn" in source  # the product that must not be fused with what follows
 
 
+@pytest.mark.contract("head dims", "dtypes", kernel="tilelang")
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("D", HOPPER_TILES["fwd"])
@@ -375,6 +388,7 @@ def test_the_tiles_of_other_gpus_are_right_here_too(monkeypatch, kernel, D):
     check_attention("tilelang", q, k, v, is_causal=True)
 
 
+@pytest.mark.contract("empty rows", kernel="tilelang")
 @pytest.mark.gpu
 def test_rows_without_keys_for_whole_blocks():
     # 1000 queries, 30 keys: most blocks have nothing to do, and must still end well.
@@ -385,6 +399,7 @@ def test_rows_without_keys_for_whole_blocks():
     assert not result.dq[:, :, :970].any()
 
 
+@pytest.mark.contract("sizes", kernel="tilelang")
 @pytest.mark.gpu
 @pytest.mark.parametrize("S", [65537, 200001])
 def test_very_long_rows(S):

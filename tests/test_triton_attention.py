@@ -64,6 +64,7 @@ LENGTHS = [(48, 48), (49, 49), (31, 47), (33, 70), (70, 33), (1, 40), (40, 1), (
 LENGTHS += [(48, 65), (34, 48)]
 
 
+@pytest.mark.contract("sizes", kernel="triton")
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("Sq", "Skv"), LENGTHS)
 def test_tiles_of_every_kind(small_tiles, device, Sq, Skv, is_causal):
@@ -72,6 +73,7 @@ def test_tiles_of_every_kind(small_tiles, device, Sq, Skv, is_causal):
     check_attention("triton", q, k, v, is_causal=is_causal, with_dlse=True)
 
 
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
 @pytest.mark.parametrize(("tile", "i"), [(0, 0), (0, 15), (1, 0), (2, 15), (3, 0)])
 def test_one_finite_logit_among_tiles_of_minus_infinity(small_tiles, device, tile, i):
     # Whole tiles of -inf before it and after it: -inf - -inf must not be taken.
@@ -85,6 +87,7 @@ def test_one_finite_logit_among_tiles_of_minus_infinity(small_tiles, device, til
     torch.testing.assert_close(lse, torch.full_like(lse, 10.0))
 
 
+@pytest.mark.contract("empty rows", kernel="triton")
 def test_logits_of_minus_infinity_alone_are_an_empty_row(small_tiles, device):
     q = torch.ones(1, 1, 20, 16, device=device, requires_grad=True)
     k = torch.full((1, 1, 40, 16), -math.inf, device=device)
@@ -96,6 +99,7 @@ def test_logits_of_minus_infinity_alone_are_an_empty_row(small_tiles, device):
     assert not v.grad.any()
 
 
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 def test_huge_equal_logits_of_any_size(device, monkeypatch, exact):
     # Head after head from 2^10 to 2^120: a product's rounding must not reach the exponent.
@@ -176,6 +180,7 @@ def test_heads_in_waves_of_any_size(small_tiles, device, monkeypatch, wave):
     assert torch.equal(attention(q, k, v, kernel="triton"), expected)
 
 
+@pytest.mark.contract("strides", kernel="triton")
 def test_strides_too_large_for_32_bits(small_tiles, device, monkeypatch):
     # A tile's own offsets in 64 bits give what 32 bits give; a stride of 2^22 asks for 64.
     q, k, v = make_qkv(1, 2, 1, 40, 40, 16, device=device)
@@ -243,6 +248,7 @@ def test_nothing_is_computed_for_gradients_not_asked_for(device, monkeypatch, ne
     )
 
 
+@pytest.mark.contract("torch.compile and opcheck", kernel="triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "qkv", "step2"])
 def test_opcheck(device, layout, dtype):
@@ -271,6 +277,7 @@ def test_nothing_but_inputs_and_outputs_is_saved(device):
     assert not saved
 
 
+@pytest.mark.contract("gradients", kernel="triton")
 def test_no_second_derivative(device):
     q, k, v = (t.requires_grad_() for t in make_qkv(1, 1, 1, 8, 8, 16, device=device))
     out = attention(q, k, v, kernel="triton")
@@ -279,6 +286,7 @@ def test_no_second_derivative(device):
         dq.square().sum().backward()
 
 
+@pytest.mark.contract("torch.func", kernel="triton")
 def test_vmap_and_per_sample_gradients(device):
     q, k, v = make_qkv(3, 4, 2, 20, 20, 16, device=device)
 
@@ -313,6 +321,7 @@ def test_compiled_backward_may_be_called_twice(device):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="triton")
 def test_threads(device):
     q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=device)
     inputs = [(q * (i + 1), k, v) for i in range(4)]
@@ -360,6 +369,7 @@ def test_compiles_for_hopper_where_there_is_none():
         assert int(wgmma) > 0, name
 
 
+@pytest.mark.contract("head dims", "dtypes", kernel="triton")
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 40, 64, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -371,6 +381,7 @@ def test_every_choice_of_tiles_compiles_and_is_right(dtype, D):
         check_attention("triton", q, k, v, is_causal=True, with_dlse=True)
 
 
+@pytest.mark.contract("sizes", kernel="triton")
 @pytest.mark.gpu
 def test_one_compilation_serves_every_length():
     kernels = (
@@ -393,6 +404,7 @@ def test_one_compilation_serves_every_length():
     assert compiled() == before
 
 
+@pytest.mark.contract("determinism", kernel="triton")
 @pytest.mark.gpu
 def test_deterministic_under_load():
     q, k, v = make_qkv(2, 4, 2, 1024, 1024, 64, device="cuda", dtype=torch.bfloat16)
@@ -404,6 +416,7 @@ def test_deterministic_under_load():
             assert torch.equal(getattr(first, name), getattr(again, name)), name
 
 
+@pytest.mark.contract("sizes", kernel="triton")
 @pytest.mark.gpu
 @pytest.mark.huge
 def test_one_head_beyond_32_bits():

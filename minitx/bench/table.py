@@ -1,4 +1,4 @@
-"""python -m minitx.bench table: Markdown tables from the benchmarks' CSV files.
+"""python -m minitx.bench table: Markdown tables from the benchmarks' and the contract's CSV files.
 
     python -m minitx.bench table benchmarks/train.csv           prints them
     python -m minitx.bench table --readme README.md             fills them in between markers
@@ -84,6 +84,21 @@ def typed(row: CsvRow) -> common.Row:
         return float(text) if re.fullmatch(r"-?\d+(\.\d*)?(e[-+]?\d+)?", text) else text
 
     return {name: value(text) for name, text in row.items()}
+
+
+def contract_table(rows: Sequence[CsvRow]) -> Table:
+    """Of the CSV that `pytest --contract-csv` writes: the tests that passed by rule and kernel, and
+    where none ran the reasons."""
+    kernels = list(dict.fromkeys(r["kernel"] for r in rows))
+    lines: dict[str, dict[str, str]] = {}
+    for r in rows:
+        passed, failed = int(r["passed"]), int(r["failed"])
+        cell = f"{passed} of {passed + failed}" if failed else str(passed)
+        if passed == failed == 0:
+            cell = re.sub(r"(^|; )\d+ ", r"\1", r["skip_reasons"])
+        lines.setdefault(r["rule"], {})[r["kernel"]] = cell
+    table = [[rule, *(cells.get(k, "-") for k in kernels)] for rule, cells in lines.items()]
+    return "Tests that passed", ["rule", *kernels], table
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
