@@ -316,11 +316,11 @@ def test_the_future_does_not_change_the_past(kernel, device, case, first):
 @few_examples
 def test_a_shift_of_all_logits_changes_lse_alone(kernel, device, case, is_causal):
     # Keys k_j + c have logits that are larger by scale * q_i c for every j. With multiples of 1/8
-    # up to 1 in q and k, and whole numbers up to 8 in c, every score is exact in float32, shifted
-    # or not: a multiple of 1/64 below 2^9. What is left is the rounding of the exponents, in base 2
-    # of size 1.45 L for the largest logit L. Each of two terms, scores and maximum, is off by eps/2
-    # of that, the exponential by 2 eps: below 2 (L + 1) eps of each p, and twice that with the
-    # denominator, once for each of two runs.
+    # up to 1 in q and k, and whole numbers up to 64 in c, every score is exact in float32, shifted
+    # or not: a multiple of 1/64 below 2^12. Exponentials of the shifted ones would overflow. What
+    # is left is the rounding of the exponents, in base 2 of size 1.45 L for the largest logit L.
+    # Each of two terms, scores and maximum, is off by eps/2 of that, the exponential by 2 eps:
+    # below 2 (L + 1) eps of each p, and twice that with the denominator, once for each of two runs.
     generator = case.generator()
 
     def grid(shape: tuple[int, ...], most: int, step: float) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_a_shift_of_all_logits_changes_lse_alone(kernel, device, case, is_causal
     v = case.tensors(device)[2]
     q = grid((case.B, case.Hkv * case.group, case.Sq, case.D), 8, 1 / 8)
     k = grid((case.B, case.Hkv, case.Skv, case.D), 8, 1 / 8)
-    c = grid((case.B, case.Hkv, 1, case.D), 8, 1.0)
+    c = grid((case.B, case.Hkv, 1, case.D), 64, 1.0)
 
     def forward(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_lse = kernel != "sdpa"
