@@ -1,5 +1,6 @@
 """Kernels as ops of PyTorch's own: seen by autograd, torch.compile, vmap and torch.func."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ def define_op(
 
     Defined piece by piece, since an op made by torch.library.custom_op passes through more Python
     at every call. torch.func does not pass through an op's own autograd: under its transforms the
-    same functions run as a torch.autograd.Function.
+    same functions run as a torch.autograd.Function. And where no one looks on, no op is called at
+    all: PyTorch's dispatcher and an op's autograd take longer than the launch of the kernel.
     """
     qualified = f"minitx::{name}"
     torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -39,19 +41,58 @@ def define_op(
         return vmap(call, info, in_dims, *inputs)
 
     torch.library.register_vmap(qualified, rule)
-    members = {"forward": op, "setup_context": setup_context, "backward": backward, "vmap": rule}
-    function: Any = type(
-        name,
-        (torch.autograd.Function,),
-        {key: staticmethod(member) for key, member in members.items()},
+
+    def forward(ctx, *inputs):
+        # Not by a setup_context of its own, for which PyTorch inspects signatures at every call.
+        output = kernel(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    function = _autograd_function(
+        name, forward=op, setup_context=setup_context, backward=backward, vmap=rule
     )
+    bare_function = _autograd_function(name, forward=forward, backward=backward)
 
     def call(*inputs):
+        if torch.compiler.is_compiling():
+            return op(*inputs)
         if torch._C._are_functorch_transforms_active():
             return function.apply(*inputs)
-        return op(*inputs)
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        if not _unobserved(tensors):
+            return op(*inputs)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return bare_function.apply(*inputs)
+        return kernel(*inputs)
 
     return call
+
+
+def _autograd_function(name: str, **members: Callable[..., Any]) -> Any:
+    methods = {key: staticmethod(member) for key, member in members.items()}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _unobserved(tensors: list[torch.Tensor]) -> bool:
+    """Whether nothing could tell an op from the kernel that it runs: no mode is on (checkpointing
+    by op, counting, tracing), and the tensors are PyTorch's own and what they seem (not fake, not
+    distributed, not batched by a vmap, not to be negated first)."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+        and all(
+            type(t) in (torch.Tensor, torch.nn.Parameter)
+            and torch._C._dispatch_keys(t).raw_repr() == _plain_keys(t.device.type)
+            for t in tensors
+        )
+    )
+
+
+@functools.cache
+def _plain_keys(device_type: str) -> int:
+    """The dispatch keys of a tensor that is nothing but memory and, perhaps, a gradient."""
+    with torch.inference_mode(False):
+        return torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
 
 
 def save_nothing(ctx, inputs, output) -> None:

@@ -59,7 +59,7 @@ def is_exact(x: torch.Tensor) -> bool:
 def is_wide(*tensors: torch.Tensor) -> bool:
     """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
     always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
-    return IS_INTERPRETED or any(max(t.stride(2), t.stride(3)) >= 2**22 for t in tensors)
+    return IS_INTERPRETED or any(max(t.stride()[2:]) >= 2**22 for t in tensors)
 
 
 def heads_per_wave(head_bytes: int, group: int = 1) -> int:
