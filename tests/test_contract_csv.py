@@ -72,6 +72,7 @@ EXPECTED = {
 }
 
 
+XDIST = ("-p", "xdist", "-n", "1")
 CONFTEST = f"""
 import sys
 
@@ -94,7 +95,7 @@ def run(pytester):
     return run
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one-process", "xdist"])
+@pytest.mark.parametrize("workers", [(), XDIST], ids=["one-process", "xdist"])
 def test_outcomes_by_rule_and_kernel(run, pytester, workers):
     assert "table.csv written: 7 lines" in run(TESTS, *workers)
     rows = read_csv(pytester.path / "table.csv")
@@ -107,7 +108,7 @@ def test_outcomes_by_rule_and_kernel(run, pytester, workers):
 
 
 def test_a_crash_leaves_no_table(run, pytester):
-    output = run(TESTS + CRASH, "-n", "1", "--max-worker-restart", "0")
+    output = run(TESTS + CRASH, *XDIST, "--max-worker-restart", "0")
     assert "table.csv not written: a worker crashed in " in output
     assert not (pytester.path / "table.csv").exists()
 
