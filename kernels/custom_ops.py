@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
 
 def define_op(
     name: str,
@@ -77,14 +79,11 @@ def _unobserved(tensors: list[torch.Tensor]) -> bool:
     """Whether nothing could tell an op from the kernel that it runs: no mode is on (checkpointing
     by op, counting, tracing), and the tensors are PyTorch's own and what they seem (not fake, not
     distributed, not batched by a vmap, not to be negated first)."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_tracing()
-        and all(
-            type(t) in (torch.Tensor, torch.nn.Parameter)
-            and torch._C._dispatch_keys(t).raw_repr() == _plain_keys(t.device.type)
-            for t in tensors
-        )
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing():
+        return False
+    plain = _plain_keys(tensors[0].device.type)
+    return all(
+        type(t) in _PLAIN_TYPES and torch._C._dispatch_keys(t).raw_repr() == plain for t in tensors
     )
 
 
