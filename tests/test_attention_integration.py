@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from minitx.kernels import KernelUnavailableError, attention, merge_attention
 from minitx.testing import (
     assert_within_budget,
-    check_attention,
     make_qkv,
     max_error,
     oracle_attention,
@@ -64,7 +63,7 @@ def test_dout_of_any_strides(kernel, device, shape):
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_lse_is_differentiable(lse_kernel, device, is_causal):
     q, k, v = make_qkv(2, 4, 2, 70, 70, 16, device=device)
-    check_attention(lse_kernel, q, k, v, is_causal=is_causal, with_dlse=True)
+    check(lse_kernel, True, q, k, v, is_causal=is_causal, with_dlse=True)
 
 
 @pytest.mark.contract("lse")
