@@ -1,7 +1,8 @@
 """The attention contract's table: which rule holds on which kernel, as the tests found it.
 
-    pytest --contract-csv benchmarks/cpu/contract.csv tests/test_*attention*.py
+    pytest -m contract --contract-csv=benchmarks/cpu/contract.csv
 
+(With the equals sign: pytest looks for conftest.py beside what it takes for a path of tests.)
 A test names the rules it checks, and its kernel if no fixture of that name gives it:
 
     @pytest.mark.contract("scale", "strides")

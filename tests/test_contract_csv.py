@@ -88,7 +88,7 @@ def run(pytester):
     def run(text: str, *arguments: str) -> str:
         pytester.makeconftest(CONFTEST)
         pytester.makepyfile(text)
-        arguments = ("--strict-markers", "--contract-csv", "table.csv", *arguments)
+        arguments = ("--strict-markers", "--contract-csv=table.csv", *arguments)
         result = pytester.runpytest_inprocess(*arguments)
         return str(result.stdout) + str(result.stderr)
 

@@ -34,6 +34,14 @@ triton,float32,forward,False,4,128,ok,1.0,2.5,4.26,GPU 1,2,3,4,
 torch,float32,forward,True,8,128,ok,1.5,2.345,4.26,GPU 1,2,3,4,
 triton,float32,forward,True,8,128,wrong,,,4.26,GPU 1,2,3,4,
 """,
+    "contract": f"""\
+rule,kernel,passed,failed,skipped,skip_reasons,{VERSIONS}
+scale,eager,4,0,0,,GPU 1,2,3,4,abc
+scale,sdpa,2,1,1,1 needs a GPU,GPU 1,2,3,4,abc
+lse,eager,12,0,2,2 needs a GPU,GPU 1,2,3,4,abc
+lse,sdpa,0,0,15,12 returns no lse; 3 needs a GPU,GPU 1,2,3,4,abc
+sizes,eager,1,0,0,,GPU 1,2,3,4,abc
+""",
 }
 TABLES = {
     "attention": """\

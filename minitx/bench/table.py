@@ -55,6 +55,8 @@ def tables(rows: Sequence[CsvRow], path: Path) -> Sequence[Table]:
         return train_tables(rows)
     if "tb_per_s" in rows[0]:
         return softmax_report.tables(rows)
+    if "skip_reasons" in rows[0]:
+        return [contract_table(rows)]
     raise ValueError(f"{path} is no CSV of python -m minitx.bench")
 
 
