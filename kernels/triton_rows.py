@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from minitx.kernels.triton_runtime import device_function
-from minitx.kernels.triton_tiles import LOG2E, exact_exp
+from minitx.kernels.triton_tiles import INTERPRETED, LOG2E, exact_exp
 
 # Kernels are not Python to a type checker:
 # pyright: reportGeneralTypeIssues=false
@@ -74,7 +74,7 @@ def visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL: tl.constexpr):
 
 @device_function
 def load_visible(pointers, cols, visible, other, IS_CAUSAL: tl.constexpr):
-    """Columns 0 to visible - 1 in float32; `other` in place of the rest, which is never read."""
+    """Columns 0 to visible - 1; `other` in place of the rest, which is never read."""
     if IS_CAUSAL:
         # A causal row ends anywhere, and a mask that may end inside a vector would make every load
         # of the row a scalar one. So: whole vectors first, then the few columns left over.
@@ -83,7 +83,21 @@ def load_visible(pointers, cols, visible, other, IS_CAUSAL: tl.constexpr):
         values = tl.load(pointers, mask=(cols >= whole) & (cols < visible), other=head)
     else:
         values = tl.load(pointers, mask=cols < visible, other=other)
-    return values.to(tl.float32)
+    return values
+
+
+@device_function
+def in_float32(x):
+    """x in float32, to be used once: where x is used again, it is converted again.
+
+    Left to itself the compiler converts 16-bit values once and holds them as float32 from then on,
+    in twice the registers, so that fewer of them are in flight. What assembly returns is new to it.
+    """
+    if not INTERPRETED and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+    return x.to(tl.float32)
 
 
 @device_function

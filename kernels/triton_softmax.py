@@ -9,7 +9,7 @@ lanes hold -inf, the identity of the maximum, whose exponential is 0. With `is_c
 "query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is never read.
 The backward needs y alone.
 
-Rows wider than `_max_columns` are split over programs by triton_softmax_wide.py: one program cannot
+Rows wider than MAX_COLUMNS are split over programs by triton_softmax_wide.py: one program cannot
 hold them, or is slower.
 
 Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
@@ -24,6 +24,7 @@ import triton.language as tl
 from minitx.kernels.softmax_ops import define_softmax
 from minitx.kernels.triton_rows import (
     exp_below,
+    in_float32,
     load_visible,
     merge_leading_dims,
     row_offsets,
@@ -36,12 +37,14 @@ from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 # pyright: reportCallIssue=false
 
 # Measured on an H200: see benchmarks/NOTES.md.
-MAX_COLUMNS = 16384  # that one program holds faster than a group of programs does
-MAX_COLUMNS_16_BIT_BWD = 32768
+MAX_COLUMNS = {2: 32768, 4: 16384}  # that one program holds faster than a group, by bytes of each
 TILE = 1024  # elements that a program takes at least, in rows of up to that length
 STRIDED_TILE = 16384  # the same where a row's columns are not adjacent in memory
 VALUES_PER_THREAD = 16
 MAX_WARPS = 16  # from there on a thread holds more values
+# 64 KiB in 16 bits, of one tensor or of two, are 32 registers in each of 512 threads: so limited,
+# two such programs fit on an SM.
+PAIRED_BYTES, PAIRED_REGISTERS = 65536, 64
 
 
 @triton.jit
@@ -67,9 +70,12 @@ def _softmax_fwd_kernel(
     x_ptrs = x_ptr + row_offsets(rows, sizes, x_strides) + cols * x_step
     x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
 
-    row_max = tl.max(x, axis=1, keep_dims=True)
-    p = exp_below(x, row_max, EXACT=x_ptr.dtype.element_ty == tl.float32)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    row_max = tl.max(in_float32(x), axis=1, keep_dims=True)
+    p = exp_below(in_float32(x), row_max, EXACT)
     row_sum = tl.sum(p, axis=1, keep_dims=True)  # tl.max may pass over a NaN, the sum never does
+    if not EXACT:  # 16 bits are held, and the exponential taken again
+        p = exp_below(in_float32(x), row_max, EXACT)
     y = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
 
     y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
@@ -104,19 +110,20 @@ def _softmax_bwd_kernel(
     y = load_visible(y_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
     dy = load_visible(dy_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
 
-    delta = tl.sum(y * dy, axis=1, keep_dims=True)
+    y32 = in_float32(y)
+    delta = tl.sum(y32 * in_float32(dy), axis=1, keep_dims=True)
     # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
-    row_sum = tl.sum(y, axis=1, keep_dims=True)
+    row_sum = tl.sum(y32, axis=1, keep_dims=True)
     visible = tl.where(row_sum == 0.0, 0, visible)
-    dx = tl.where(cols < visible, y * (dy - delta), 0.0)
+    dx = tl.where(cols < visible, in_float32(y) * (in_float32(dy) - delta), 0.0)
 
     dx_ptrs = dx_ptr + row_offsets(rows, sizes, dx_strides) + cols * dx_step
     tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
 
 
-def _max_columns(which: str, dtype: torch.dtype) -> int:
-    """Of rows that one program takes; which is fwd or bwd."""
-    return MAX_COLUMNS_16_BIT_BWD if which == "bwd" and dtype.itemsize == 2 else MAX_COLUMNS
+def _max_columns(dtype: torch.dtype) -> int:
+    """Of rows that one program takes."""
+    return MAX_COLUMNS[dtype.itemsize]
 
 
 def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
@@ -127,6 +134,12 @@ def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
     elements = max(TILE if columns_adjacent else STRIDED_TILE, block_n)
     num_warps = min(elements // (32 * VALUES_PER_THREAD), MAX_WARPS)
     return elements // block_n, block_n, num_warps
+
+
+def _max_registers(n_read: int, block_n: int, dtype: torch.dtype) -> int | None:
+    """A thread's, in a program that holds a row of `n_read` tensors; None for no limit."""
+    held = n_read * block_n * dtype.itemsize
+    return PAIRED_REGISTERS if dtype.itemsize == 2 and held == PAIRED_BYTES else None
 
 
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
@@ -150,6 +163,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
+            maxnreg=_max_registers(1, block_n, x.dtype),
         )
 
 
@@ -177,13 +191,14 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
+            maxnreg=_max_registers(2, block_n, y.dtype),
         )
 
 
 def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
-        fits = x.shape[-1] <= _max_columns("fwd", x.dtype)
+        fits = x.shape[-1] <= _max_columns(x.dtype)
         launch = _launch_fwd if fits else launch_wide_fwd
         launch(x, y, is_causal)
     return y
@@ -192,7 +207,7 @@ def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
 def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
-        fits = y.shape[-1] <= _max_columns("bwd", y.dtype)
+        fits = y.shape[-1] <= _max_columns(y.dtype)
         launch = _launch_bwd if fits else launch_wide_bwd
         launch(y, dy, dx, is_causal)
     return dx

@@ -6,8 +6,8 @@ chunks and merges them,
 
     m = max_c m_c,   s = sum_c s_c exp(m_c - m);
 
-and writes exp(x - m_c) exp(m_c - m) / s, having kept exp(x - m_c) in registers. Memory is read once
-and written once. The programs of a row are a group, and groups walk over the rows:
+and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. The
+programs of a row are a group, and groups walk over the rows:
 
     group 0   chunk 0, 1, 2, ...    rows 0, n_groups, 2 n_groups, ...
     group 1   chunk 0, 1, 2, ...    rows 1, n_groups + 1, ...
@@ -38,6 +38,7 @@ import triton.language as tl
 
 from minitx.kernels.triton_rows import (
     exp_below,
+    in_float32,
     load_visible,
     merge_leading_dims,
     row_offsets,
@@ -120,8 +121,8 @@ def _wide_fwd_kernel(
 
         x_ptrs = x_ptr + row_offsets(row, sizes, x_strides) + cols * x_step
         x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_N]
-        chunk_max = tl.max(x)
-        p = exp_below(x, chunk_max, EXACT)
+        chunk_max = tl.max(in_float32(x))
+        p = exp_below(in_float32(x), chunk_max, EXACT)
         if PUBLISH:
             _publish(partials + chunk, chunk_max, tl.sum(p))
 
@@ -136,7 +137,8 @@ def _wide_fwd_kernel(
                 row_sum += tl.sum(s * exp_below(m, larger, EXACT))
                 row_max = larger
 
-            scale = exp_below(chunk_max, row_max, EXACT) / tl.where(row_sum == 0.0, 1.0, row_sum)
+            scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+            p = exp_below(in_float32(x), row_max, EXACT)
             y_ptrs = y_ptr + row_offsets(row, sizes, y_strides) + cols * y_step
             tl.store(y_ptrs, (p * scale).to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -177,7 +179,9 @@ def _wide_bwd_kernel(
         dy = load_visible(dy_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_N]
         if PUBLISH:
             # 1 or 2, never 0: whether all of y is 0 here, in a word that is never 0.
-            _publish(partials + chunk, tl.sum(y * dy), tl.where(tl.sum(y) == 0.0, 1.0, 2.0))
+            y32 = in_float32(y)
+            dot = tl.sum(y32 * in_float32(dy))
+            _publish(partials + chunk, dot, tl.where(tl.sum(y32) == 0.0, 1.0, 2.0))
 
         if WRITE:
             delta = 0.0
@@ -190,7 +194,7 @@ def _wide_bwd_kernel(
 
             # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
             visible = tl.where(none_or_some == 1.0, 0, visible)
-            dx = tl.where(cols < visible, y * (dy - delta), 0.0)
+            dx = tl.where(cols < visible, in_float32(y) * (in_float32(dy) - delta), 0.0)
             dx_ptrs = dx_ptr + row_offsets(row, sizes, dx_strides) + cols * dx_step
             tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -208,20 +212,26 @@ class Chunks(NamedTuple):
         return 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8
 
 
-# 32 columns a thread. Measured on an H200: see benchmarks/NOTES.md.
-FWD = Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=8)
+MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
+# By bytes of an element. Measured on an H200: see benchmarks/NOTES.md.
+FWD = {
+    2: Chunks(BLOCK_N=4096, num_warps=2, programs_per_sm=12),
+    4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=8),
+}
 BWD = {
-    2: Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=3),
+    2: Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
     4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=5),
 }
 
 
 @functools.cache
-def _programs_at_once(device: torch.device, programs_per_sm: int) -> int:
+def _programs_at_once(device: torch.device, chunks: Chunks) -> int:
     """How many programs may wait for one another; none in the interpreter."""
     if IS_INTERPRETED:
         return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
+    properties = torch.cuda.get_device_properties(device)
+    room = properties.max_threads_per_multi_processor // (32 * chunks.num_warps)
+    return properties.multi_processor_count * min(chunks.programs_per_sm, room)
 
 
 def _launch(
@@ -247,12 +257,12 @@ def _launch(
             n_chunks,
             IS_CAUSAL=is_causal,
             BLOCK_N=chunks.BLOCK_N,
-            MERGE=32 * chunks.num_warps,
+            MERGE=max(32 * chunks.num_warps, MERGED_AT_ONCE),
             num_warps=chunks.num_warps,
             **options,
         )
 
-    n_groups = _programs_at_once(rows.device, chunks.programs_per_sm) // n_chunks
+    n_groups = _programs_at_once(rows.device, chunks) // n_chunks
     with launching_on(rows.device):
         if n_groups > 0:
             launch(
@@ -269,7 +279,7 @@ def _launch(
 
 def launch_wide_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     """Writes softmax(x) to y; both [..., N], not empty, of any strides."""
-    _launch(_wide_fwd_kernel, (x, y), FWD, is_causal)
+    _launch(_wide_fwd_kernel, (x, y), FWD[x.element_size()], is_causal)
 
 
 def launch_wide_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> None:

@@ -23,8 +23,8 @@ SMALL = wide.Chunks(BLOCK_N=16, num_warps=1, programs_per_sm=16)
 @pytest.fixture
 def split_small(monkeypatch):
     """Splits every row, into chunks of 16."""
-    monkeypatch.setattr(triton_softmax, "_max_columns", lambda which, dtype: 0)
-    monkeypatch.setattr(wide, "FWD", SMALL)
+    monkeypatch.setattr(triton_softmax, "_max_columns", lambda dtype: 0)
+    monkeypatch.setattr(wide, "FWD", {2: SMALL, 4: SMALL})
     monkeypatch.setattr(wide, "BWD", {2: SMALL, 4: SMALL})
 
 
@@ -90,10 +90,9 @@ def test_a_program_holds_every_chunk_in_turn(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_routes_agree_where_they_meet(device, dtype):
-    widest = {triton_softmax._max_columns(which, dtype) for which in ("fwd", "bwd")}
-    for n in sorted(widest):
-        check("triton", normal(1, n).to(device, dtype))
-        check("triton", normal(1, n + 1).to(device, dtype))
+    n = triton_softmax._max_columns(dtype)
+    check("triton", normal(1, n).to(device, dtype))
+    check("triton", normal(1, n + 1).to(device, dtype))
 
 
 def test_partial_results_are_never_the_word_that_means_not_there(split_small, device):
@@ -105,12 +104,12 @@ def test_partial_results_are_never_the_word_that_means_not_there(split_small, de
 
 def test_an_sm_has_room_for_the_programs_it_is_to_hold():
     # A cooperative launch of more than that is refused.
-    for chunks in (wide.FWD, *wide.BWD.values()):
+    for chunks in (*wide.FWD.values(), *wide.BWD.values()):
         threads = chunks.programs_per_sm * chunks.num_warps * 32
-        assert threads <= 1024  # of the smallest SM
+        assert threads <= 1536
         assert chunks.max_registers % 8 == 0  # else the hardware rounds up
         assert threads * chunks.max_registers <= 65536
-        assert 64 <= chunks.max_registers <= 255
+        assert 40 <= chunks.max_registers <= 255
 
 
 # --- on a GPU, where programs wait for one another --------------------------------------------
@@ -146,7 +145,7 @@ def test_wide_rows(one_launch, shape, dtype):
 @pytest.mark.gpu
 def test_rows_of_more_chunks_than_the_gpu_holds():
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    x = torch.randn(2, n_sms * wide.FWD.programs_per_sm * wide.FWD.BLOCK_N + 1, device="cuda")
+    x = torch.randn(2, n_sms * wide.FWD[4].programs_per_sm * wide.FWD[4].BLOCK_N + 1, device="cuda")
     y, dx = forward_backward("triton", x * 3, torch.ones_like(x))
     y_true, _ = oracle(x[1] * 3, torch.ones_like(x[1]))
     assert max_error(y[1] / y_true.max(), y_true / y_true.max()) < 1e-5
