@@ -3,7 +3,11 @@
 out [B, Hq, Sq, D] = softmax(scale * q k^T + causal mask) v, and lse [B, Hq, Sq], the natural log of
 the sum of exponentials. Scores never reach memory: keys and values stream past each tile of
 queries (`tilelang_attention_fwd.py`), and again in the backward, which recomputes the
-probabilities from lse (`tilelang_attention_bwd.py`).
+probabilities from lse (`tilelang_attention_bwd.py`). On Hopper 16-bit inputs take a forward that
+is scheduled by hand (`tilelang_attention_fwd_hopper.py`), and in widths 64 and 128 a backward that
+makes the scores once for all three gradients (`tilelang_attention_bwd_hopper.py`). One that is
+asked for some of them alone takes the kernels for all GPUs: each way gives the same bits every
+time, but not those of the other.
 
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
 strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
@@ -27,8 +31,19 @@ from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dq,
     build_attention_bwd_stats,
 )
+from minitx.kernels.tilelang_attention_bwd_hopper import (
+    DQ_TILE,
+    build_attention_bwd_convert,
+    build_attention_bwd_hopper,
+)
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
-from minitx.kernels.tilelang_attention_tiles import choose_tiles, has_tma, padded_head_dim
+from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
+from minitx.kernels.tilelang_attention_tiles import (
+    choose_tiles,
+    has_tma,
+    padded_head_dim,
+    takes_hopper_kernels,
+)
 from minitx.kernels.tilelang_products import exponent_scale
 from minitx.kernels.tilelang_runtime import get_kernel
 
@@ -105,7 +120,9 @@ def _fwd(
     out_rows = _as_rows(out, keep=False)
     tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
     key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
-    get_kernel(build_attention_fwd, q.device, **key)(
+    on_hopper = takes_hopper_kernels(q.dtype, q.device)
+    build = build_attention_fwd_hopper if on_hopper else build_attention_fwd
+    get_kernel(build, q.device, **key)(
         _as_rows(q),
         _without_repeats(k),
         _without_repeats(v),
@@ -167,6 +184,17 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
     get_kernel(build_attention_bwd_stats, q.device, **key, **flags)(
         _as_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
     )
+    if all(needs) and key["HEAD_DIM"] in (64, 128) and takes_hopper_kernels(q.dtype, q.device):
+        # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
+        num_tiles = q.shape[0] * q.shape[1] * -(-Sq * key["HEAD_DIM"] // DQ_TILE)
+        dq_sum = stats.new_empty((num_tiles, DQ_TILE))
+        turns = stats.new_zeros(num_tiles, dtype=torch.int32)
+        num_empty = max(Sq - k.shape[2], 0) if is_causal else 0
+        get_kernel(build_attention_bwd_hopper, q.device, **key, IS_CAUSAL=is_causal)(
+            q_rows, k_rows, v_rows, dout_rows, stats, dk, dv, dq_sum, turns, *factors
+        )
+        get_kernel(build_attention_bwd_convert, q.device, **key)(dq, dq_sum, num_empty, scale)
+        return
     if needs[1] or needs[2]:
         with_dk, with_dv = needs[1:]
         kernel(build_attention_bwd_dkdv, "dkdv", WITH_DK=with_dk, WITH_DV=with_dv)(

@@ -78,9 +78,6 @@ def build_attention_fwd(
     ):
         T.annotate_pass_configs(compiler_options(dtype, num_stages))
         with T.Kernel(B * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads) as block:
-            if threads == 384:  # and 128 that copy: (3 * 160 + 24) * 128 registers, all there are
-                T.annotate_producer_reg_dealloc(24)
-                T.annotate_consumer_reg_alloc(160)
             q_tile = lang.shared((BLOCK_M, HEAD_DIM), dtype)
             k_tile = lang.shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = lang.shared((BLOCK_N, HEAD_DIM), dtype)

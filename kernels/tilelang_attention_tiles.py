@@ -25,7 +25,7 @@ CPU_TILES: Table = {
 
 # 16-bit inputs on Hopper (compute capability 9.0), within its 227 KiB of shared memory and, as
 # ptxas reports, without a spilled register. 64 rows of the left operand for every 128 threads, or
-# the compiler does not use wgmma from registers; a fourth warpgroup copies.
+# the compiler does not use wgmma from registers; one more warpgroup copies.
 HOPPER_TILES: Table = {
     "fwd": {
         32: Tiles(192, 128, 2, 384),
@@ -99,13 +99,20 @@ FLOAT32_TILES: Table = {
 }
 
 
+@functools.cache
+def takes_hopper_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels scheduled by hand for Hopper run in place of the portable ones."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _table(dtype: torch.dtype, device: torch.device) -> Table:
     if device.type == "cpu":
         return CPU_TILES
     if dtype == torch.float32:
         return FLOAT32_TILES
-    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return HOPPER_TILES if is_hopper else GPU_TILES
+    return HOPPER_TILES if takes_hopper_kernels(dtype, device) else GPU_TILES
 
 
 @functools.cache
