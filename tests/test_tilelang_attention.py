@@ -21,7 +21,11 @@ _support = supports("tilelang", _probe, _probe, _probe)
 if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
-from minitx.kernels import tilelang_attention, tilelang_attention_fwd, tilelang_runtime  # noqa: E402
+from minitx.kernels import (  # noqa: E402
+    tilelang_attention,
+    tilelang_attention_fwd,
+    tilelang_runtime,
+)
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
     FLOAT32_TILES,
     GPU_TILES,
@@ -344,23 +348,19 @@ def test_tiles_fit_the_chip(table, element_size, room, kernel):
         assert kernel == "fwd" or tilelang_attention.STATS_TILE % tiles.BLOCK_M == 0
 
 
-def test_the_hopper_kernel_is_what_it_is_meant_to_be():
+def test_scores_are_rounded_before_anything_is_subtracted():
     # Compiled, not run: no GPU is needed, but nvcc.
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     source = tilelang_runtime.compile_kernel(
         tilelang_attention_fwd.build_attention_fwd,
-        tilelang_runtime.Target("cuda", "sm_90a"),
+        tilelang_runtime.Target("cuda", "sm_80"),
         dtype="bfloat16",
         HEAD_DIM=64,
         IS_CAUSAL=True,
-        **HOPPER_TILES["fwd"][64]._asdict(),
+        **GPU_TILES["fwd"][64]._asdict(),
     ).source
-    assert "wgmma_ss" in source  # q k^T
-    assert "wgmma_rs" in source  # p v, p from registers
-    assert source.count("tma_load") == 3
-    assert "tma_store" in source
-    assert "__fmul_rn" in source  # the product that must not be fused with what follows
+    assert "__fmul_rn" in source
 
 
 @pytest.mark.contract("head dims", "dtypes", kernel="tilelang")
@@ -375,17 +375,15 @@ def test_every_tile_on_the_gpu(dtype, D, is_causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_the_tiles_of_other_gpus_are_right_here_too(monkeypatch, kernel, D):
-    choose = tilelang_attention.choose_tiles
+@pytest.mark.parametrize(("D", "is_causal"), [(64, True), (64, False), (128, True), (256, True)])
+def test_the_kernels_of_other_gpus_are_right_here_too(monkeypatch, D, is_causal):
+    def tiles(name, D, dtype, device):
+        return GPU_TILES[name][D]
 
-    def portable(name, D, dtype, device):
-        return GPU_TILES[name][D] if name == kernel else choose(name, D, dtype, device)
-
-    monkeypatch.setattr(tilelang_attention, "choose_tiles", portable)
+    monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda dtype, device: False)
+    monkeypatch.setattr(tilelang_attention, "choose_tiles", tiles)
     q, k, v = make_qkv(1, 4, 2, 200, 300, D, device="cuda", dtype=torch.bfloat16)
-    check_attention("tilelang", q, k, v, is_causal=True)
+    check_attention("tilelang", q, k, v, is_causal=is_causal, with_dlse=True)
 
 
 @pytest.mark.contract("empty rows", kernel="tilelang")

@@ -1,0 +1,222 @@
+"""What only the TileLang forward for Hopper can get wrong: buffers that come round, warpgroups that
+run at their own pace, the order of blocks, a scale that is taken into the exponent.
+
+Tiles are 128 or 192 queries by 64 to 128 keys, in two buffers: from the third tile of keys on a
+buffer is filled again.
+"""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from minitx.kernels import attention, attention_reference, supports
+from minitx.testing import error_budget, make_qkv, max_error
+
+_probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+_support = supports("tilelang", _probe, _probe, _probe)
+if not _support.ok:
+    pytest.skip(_support.reason, allow_module_level=True)
+
+from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
+from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper  # noqa: E402
+from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    HOPPER_TILES,
+    takes_hopper_kernels,
+)
+
+INF, NAN = math.inf, math.nan
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def on_hopper(test):
+    """Runs where the kernel is the one that `tilelang` takes."""
+    elsewhere = not takes_hopper_kernels(BF16, _probe.device)
+    skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
+    return pytest.mark.gpu(skip(test))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What is not written stays NaN."""
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)
+
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list:
+    """The builders of the kernels that are launched."""
+    builders = []
+    get_kernel = tilelang_attention.get_kernel
+
+    def recording(build, device, **key):
+        builders.append(build)
+        return get_kernel(build, device, **key)
+
+    monkeypatch.setattr(tilelang_attention, "get_kernel", recording)
+    return builders
+
+
+def check_forward(q, k, v, *, is_causal: bool, scale: float | None = None):
+    """out and lse, held to the budget and to be the same bits twice."""
+    kwargs = {"is_causal": is_causal, "scale": scale}
+    actual, again = (attention(q, k, v, kernel="tilelang", return_lse=True, **kwargs) for _ in "12")
+    eager = attention(q, k, v, kernel="eager", return_lse=True, **kwargs)
+    kwargs["scale"] = q.shape[3] ** -0.5 if scale is None else scale
+    truth = attention_reference(q, k, v, **kwargs)
+    for name, got, other, base, want in zip(
+        ("out", "lse"), actual, again, eager, truth, strict=True
+    ):
+        error, budget = max_error(got, want), error_budget(base, want, q.dtype)
+        assert error <= budget, f"{name}: error {error:.3e} beyond its budget {budget:.3e}"
+        bits = torch.int16 if got.element_size() == 2 else torch.int32
+        assert torch.equal(got.view(bits), other.view(bits)), f"{name} differs from run to run"
+    return actual
+
+
+def test_it_is_what_it_is_meant_to_be():
+    # Compiled, not run: no GPU is needed, but nvcc.
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    source = tilelang_runtime.compile_kernel(
+        build_attention_fwd_hopper,
+        tilelang_runtime.Target("cuda", "sm_90a"),
+        dtype="bfloat16",
+        HEAD_DIM=64,
+        IS_CAUSAL=True,
+        **HOPPER_TILES["fwd"][64]._asdict(),
+    ).source
+    assert source.count("tl::wgmma_ss<") == 2  # q k^T, before the loop and in it
+    assert source.count("tl::wgmma_rs<") == 2  # p v, p from registers, in the loop and after it
+    assert "tl::tma_store(" in source
+    assert "warpgroup_reg_alloc<160>" in source
+    assert "warpgroup_reg_dealloc<32>" in source
+    # Scores are awaited while the other product runs, and that one after the exponentials.
+    loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
+    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.rindex("exp2f")]
+    order.append(loop.index("wait_wgmma<0>"))
+    assert order == sorted(order)
+
+
+@on_hopper
+@pytest.mark.contract("sizes", "shapes and grouped heads", "strides", kernel="tilelang")
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("D", "Hq", "Hkv", "Sq", "Skv", "layout"),
+    [
+        (128, 4, 4, 513, 513, "bhsd"),  # a query and a key over
+        (64, 8, 2, 700, 700, "qkv"),  # slices of a projection
+        (64, 4, 1, 1, 1000, "bhsd"),  # most rows of the tile past the end
+        (128, 2, 1, 130, 900, "bshd"),  # a diagonal that starts inside a tile
+        (64, 3, 3, 900, 200, "bshd"),  # blocks without keys
+        (128, 2, 2, 128, 128, "bhsd"),  # one tile: no round of the loop
+        (128, 2, 2, 256, 256, "bhsd"),  # two: no buffer is filled again
+        (80, 2, 2, 390, 390, "bhsd"),  # widths between those of tiles
+        (160, 2, 1, 300, 500, "bshd"),
+        (250, 2, 2, 400, 300, "step2"),  # copied
+        (24, 6, 3, 600, 600, "offset"),
+    ],
+)
+def test_out_and_lse(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
+    q, k, v = make_qkv(2, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=dtype, layout=layout)
+    check_forward(q, k, v, is_causal=is_causal)
+    assert launched == [build_attention_fwd_hopper] * 2
+
+
+@on_hopper
+@pytest.mark.contract("sizes", kernel="tilelang")
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
+    [
+        (3, 16, 4, 1100, 1100, 128),  # 432 blocks, three to a multiprocessor
+        (2, 32, 32, 1000, 1000, 64),  # 384
+        (1, 20, 5, 2000, 17000, 128),  # 320: keys of 3 heads fit in cache, those of 2 are left
+    ],
+)
+def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D):
+    q, k, v = make_qkv(B, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=BF16)
+    check_forward(q, k, v, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("strides", kernel="tilelang")
+def test_keys_and_values_expanded_over_batch_and_heads():
+    q, k, v = make_qkv(3, 4, 1, 300, 400, 64, device="cuda", dtype=BF16)
+    for keys, values in ((k[:1], v), (k, v[:1])):
+        check_forward(q, keys.expand(3, 4, -1, -1), values.expand(3, 4, -1, -1), is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("scale", kernel="tilelang")
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-40, 1e-4, 30.0])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_scales(scale, is_causal):
+    q, k, v = make_qkv(1, 2, 2, 300, 390, 64, device="cuda", dtype=BF16)
+    check_forward(q, k, v, is_causal=is_causal, scale=scale)
+
+
+@on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
+@pytest.mark.parametrize("scale", [0.18, -0.18])
+def test_maxima_that_become_huge_from_tile_to_tile(scale):
+    # Four tiles of keys whose scores are far apart, on both sides of where another factor is taken.
+    steps = torch.tensor([-(2.0**40), -1.0, 2.0**20, 2.0**33]) * math.copysign(1, scale)
+    v = torch.randn(1, 1, 512, 64, generator=torch.Generator().manual_seed(0)).to("cuda", BF16)
+    q = torch.zeros(1, 1, 200, 64, device="cuda", dtype=BF16)
+    q[..., 0] = 1
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 0, 2, 0]):
+        k = torch.zeros_like(v)
+        k[0, 0, :, 0] = steps[order].to("cuda").repeat_interleave(128)
+        out, lse = attention(
+            q, k, v, is_causal=False, scale=scale, kernel="tilelang", return_lse=True
+        )
+        truth = attention_reference(q, k, v, is_causal=False, scale=scale)
+        torch.testing.assert_close(out.double(), truth[0], rtol=2**-8, atol=2**-10)
+        torch.testing.assert_close(lse.double(), truth[1], rtol=1e-6, atol=1e-5)
+
+
+@on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", "empty rows", kernel="tilelang")
+def test_infinite_scores_and_nan():
+    def inputs():
+        q, k, v = make_qkv(1, 2, 1, 300, 400, 64, device="cuda", dtype=BF16)
+        return q.abs(), k, v
+
+    q, k, v = inputs()
+    k[:] = -INF  # each score: no key is left
+    out, lse = check_forward(q, k, v, is_causal=True)
+    assert not out.any()
+    assert (lse == -INF).all()
+
+    for value in (INF, -INF, NAN):  # seen by the queries from 150 on
+        q, k, v = inputs()
+        k[:, :, 250] = value
+        out, _ = check_forward(q, k, v, is_causal=True)
+        assert out[:, :, :150].isfinite().all()
+        assert out[:, :, 150:].isnan().all() == (value != -INF)
+
+    q, k, v = inputs()
+    q[:, :, 40] = NAN
+    out, lse = check_forward(q, k, v, is_causal=True)
+    assert out.isnan().any(-1).sum() == lse.isnan().sum() == 2
+
+    q, k, v = inputs()
+    k[:, :, 250] = -INF  # times a scale of 0
+    check_forward(q, k, v, is_causal=False, scale=0.0)
+
+
+@on_hopper
+@pytest.mark.contract("empty rows", kernel="tilelang")
+def test_nan_values_leave_rows_without_keys_at_0():
+    q, k, v = make_qkv(1, 2, 1, 400, 300, 64, device="cuda", dtype=BF16)
+    v[:, :, 0] = NAN
+    out, lse = attention(q, k, v, is_causal=True, kernel="tilelang", return_lse=True)
+    assert not out[:, :, :100].any()
+    assert (lse[:, :, :100] == -INF).all()
+    assert out[:, :, 100:].isnan().all()
