@@ -1,0 +1,397 @@
+"""Builders of the attention backward for Hopper, scheduled by hand: all gradients in one kernel.
+
+The maths, arguments and limits are those of `tilelang_attention_bwd.py`, but scores are made once:
+five products where the kernels there make seven. A block owns 128 keys of one key head and streams
+past them the queries of every query head that reads it, in tiles of 8192 elements:
+
+    s^T = k q^T,  dp^T = v dout^T        [keys, queries], both operands in shared memory
+    dv += p^T dout                       p^T in registers
+    dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
+
+Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and one
+thread adds tiles of dq to memory. A trip of the loop issues products ahead of what is computed, so
+that tensor cores have work meanwhile:
+
+    issue dq and dk of the last tile, and s between them; wait for dq and hand it over
+    issue dp; wait for s; exponentiate it, beside dk and dp
+    issue dv; wait for dp; make ds and share it, beside dv
+
+dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), by
+the copy engine's reduction, and `build_attention_bwd_convert` rounds it. The blocks that add to one
+tile do so in turn, last keys first, so that sums are the same bit for bit every time; the first of
+them stores, so dq_sum need not be zeroed. turns[tile] starts as 0; whoever has added key tile n of
+num_n sets it to num_n - n, and whoever adds tile n waits for num_n - 1 - n. The key tiles that a
+query tile sees are all those from 0 up to some last one: each but that has a predecessor.
+
+No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's last
+keys first), and a GPU starts blocks in order of index: they run, or have ended. A block that runs
+keeps its multiprocessor until it ends; other streams' kernels can hold up only blocks that have not
+started, for which none that runs waits. So, by induction over the index and, within a block, over
+its steps, every wait ends.
+"""
+
+from typing import Any
+
+from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
+from minitx.kernels.tilelang_products import make_tensor, place, sizes
+from minitx.kernels.tilelang_runtime import Language
+
+# The annotations of a prim_func are values, not types:
+# pyright: reportInvalidTypeForm=false
+
+BLOCK_N = 128  # keys
+DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
+Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
+WORKERS = 256  # threads that compute
+MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
+L2_BYTES = 2**25  # of queries, their gradients and dq_sum that blocks at work at once should share
+
+HELPERS = r"""
+template <int count>
+__device__ __forceinline__ void forget(float *registers) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "=f"(registers[i]));
+}
+__device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
+  unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(sum), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_turn(int *turn, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+  } while (seen < value);
+}
+__device__ __forceinline__ void end_turn(int *turn, int value) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
+}
+"""
+
+
+def build_attention_bwd_hopper(
+    lang: Language, *, dtype: str, HEAD_DIM: int, IS_CAUSAL: bool
+) -> Any:
+    """dk and dv [B, Hkv, Skv, D], and dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an
+    order of its own (`place_in_tile`). turns [B * Hq * tiles] int32 starts as zeros. dtype is of 16
+    bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
+    import tilelang.language as T
+
+    BLOCK_M = DQ_TILE // HEAD_DIM
+    tensor = make_tensor(lang, dtype)
+    B, Hq, Hkv, Sq, Skv, S, tiles = sizes("B", "Hq", "Hkv", "Sq", "Skv", "S", "tiles")
+    Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
+    rows = T.GemmWarpPolicy.FullRow  # a warpgroup's half of a product: 64 rows of it
+    half = T.GemmWarpPolicy.FullRow if BLOCK_M == 128 else T.GemmWarpPolicy.FullCol
+    score_regs, acc_regs, dq_regs = BLOCK_M // 2, HEAD_DIM // 2, DQ_TILE // WORKERS
+
+    def first_tile(n_start, diagonal):
+        """The first tile of queries with one that reads keys from n_start on."""
+        return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
+
+    def call(function, *arguments):
+        """A statement that calls one of HELPERS."""
+        return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
+
+    def forget(tile, count):
+        """Says that a tile's old values are not used: a product that clears it reads it all the
+        same, as far as the compiler knows, and it would hold its registers from trip to trip."""
+        return call(f"forget<{count}>", tile.data)
+
+    def fetch(region, tiles, barriers, stage=None):
+        """By the threads of a warp, who arrive at the barrier once all is asked for."""
+        tile = tiles if stage is None else tiles[stage, :, :]
+        barrier = barriers if stage is None else barriers[stage]
+        return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
+
+    def send(function, dq_tile, dq_sum, row):
+        to = T.address_of(dq_sum[T.cast(row, "int64"), 0])
+        return call(function, T.address_of(dq_tile[0, 0]), to, DQ_TILE * 4)
+
+    @T.macro
+    def await_product(pending, tile, registers):
+        """All products but the last `pending` issued have ended, and tile's is among them."""
+        T.wait_wgmma(pending)
+        T.warpgroup_fence_operand(tile, num_regs=registers)
+
+    @T.macro
+    def release(barriers, index):
+        if T.shuffle_elect(32):
+            T.barrier_arrive(barriers[index])
+
+    @T.macro
+    def exponentiate(scores, p, stats_tile, stage, qk_scale, m_start, n_start, diagonal):
+        """scores to probabilities, in 16 bits to p."""
+        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+            scores[j, i] = T.exp2(at_most_0(scores[j, i] * qk_scale - stats_tile[stage, 0, i]))
+        # Queries and keys past the end are zeros; 0 times an infinite key is NaN, and 0 itself may
+        # be a score far above the others.
+        crosses_end = m_start + BLOCK_M > Sq
+        hides_keys = (m_start + diagonal if IS_CAUSAL else Skv) < n_start + BLOCK_N
+        if crosses_end or hides_keys:
+            for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+                end = m_start + i + diagonal if IS_CAUSAL else Skv
+                is_seen = (m_start + i < Sq) & (n_start + j < end)
+                scores[j, i] = T.if_then_else(is_seen, scores[j, i], 0.0)
+        T.copy(scores, p)
+
+    @T.macro
+    def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
+        """ds to shared memory, for both warpgroups."""
+        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+            dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
+        T.copy(dp, ds)
+        T.copy(ds, ds_tile[buffer, :, :])
+        T.fence_proxy_async()
+        T.sync_threads(MEET, WORKERS)
+
+    @T.macro
+    def issue_scores(k_tile, q_tile, stage, scores):
+        """s^T, and dp^T of v and dout."""
+        forget(scores, score_regs)
+        T.wgmma_gemm(
+            k_tile, q_tile[stage, :, :], scores, transpose_B=True, policy=rows, clear_accum=True
+        )
+
+    @T.macro
+    def issue_dq(ds_tile, buffer, k_tile, dq_acc):
+        forget(dq_acc, dq_regs)
+        T.wgmma_gemm(
+            ds_tile[buffer, :, :], k_tile, dq_acc, transpose_A=True, policy=half, clear_accum=True
+        )
+
+    def add_dk(ds_tile, buffer, q_tile, stage, dk_acc):
+        return T.wgmma_gemm(ds_tile[buffer, :, :], q_tile[stage, :, :], dk_acc, policy=rows)
+
+    def add_dv(p, dout_tile, stage, dv_acc):
+        return T.wgmma_gemm(p, dout_tile[stage, :, :], dv_acc, policy=rows)
+
+    @T.macro
+    def hand_over(dq_acc, dq_tile, dq_full, dq_free, step):
+        """dq_acc to the thread that adds it to dq_sum."""
+        T.barrier_wait(dq_free, 1 - step % 2)
+        T.copy(dq_acc, dq_tile)
+        T.fence_proxy_async()
+        T.barrier_arrive(dq_full)
+
+    @T.prim_func
+    def attention_bwd_hopper(
+        q: tensor("q", B, Hq, Sq),
+        k: tensor("k", Bk, Hk, Skv),
+        v: tensor("v", Bv, Hv, Skv),
+        dout: tensor("dout", B, Hq, Sq),
+        stats: stats_tensor(B, Hq, S),
+        dk: tensor("dk", B, Hkv, Skv),
+        dv: tensor("dv", B, Hkv, Skv),
+        dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
+        turns: T.StridedTensor((tiles,), (1,), "int32"),
+        group: T.int32,
+        qk_scale: T.float32,
+        scale: T.float32,
+    ):
+        T.annotate_pass_configs(
+            {
+                "tl.disable_warp_specialized": True,
+                "tl.enable_fast_math": True,
+                "tl.disable_thread_storage_sync": True,
+                "tl.disable_shared_memory_reuse": True,
+            }
+        )
+        num_n = T.ceildiv(Skv, BLOCK_N)
+        num_m = T.ceildiv(Sq, BLOCK_M)
+        with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
+            T.import_source(HELPERS)
+            k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
+            v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
+            q_tile = T.alloc_shared((Q_STAGES, BLOCK_M, HEAD_DIM), dtype)
+            dout_tile = T.alloc_shared((DOUT_STAGES, BLOCK_M, HEAD_DIM), dtype)
+            stats_tile = T.alloc_shared((DOUT_STAGES, 2, BLOCK_M), "float32")
+            ds_tile = T.alloc_shared((2, BLOCK_N, BLOCK_M), dtype)
+            dq_tile = T.alloc_shared((BLOCK_M, HEAD_DIM), "float32")
+            scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
+            dp = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
+            p = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
+            ds = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
+            dq_acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
+            dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
+            dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
+            k_full = T.alloc_barrier(32)
+            v_full = T.alloc_barrier(32)
+            q_full = T.alloc_barrier([32] * Q_STAGES)
+            q_free = T.alloc_barrier([8] * Q_STAGES)
+            dout_full = T.alloc_barrier([32] * DOUT_STAGES)
+            dout_free = T.alloc_barrier([8] * DOUT_STAGES)
+            dq_full = T.alloc_barrier(WORKERS)
+            dq_free = T.alloc_barrier(1)
+            T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
+
+            tx = T.get_thread_binding()
+            key_tile = locate(block, num_n, B * Hkv, Sq, HEAD_DIM)
+            # Variables: an expression would be computed anew wherever it is read.
+            tile = T.alloc_var("int32", init=key_tile[0])
+            kv_head = T.alloc_var("int32", init=T.truncmod(key_tile[1], Hkv))
+            batch = T.alloc_var("int32", init=T.truncdiv(key_tile[1], Hkv))
+            n_start = tile * BLOCK_N
+            keys = slice(n_start, n_start + BLOCK_N)
+            diagonal = Skv - Sq + 1  # query i reads keys below i + diagonal
+            first_m = first_tile(n_start, diagonal)
+            trips = num_m - first_m  # one at least: the last query reads every key
+            steps = group * trips
+
+            if tx >= WORKERS:
+                T.set_max_nreg(24, 0)
+                if tx < WORKERS + 32:
+                    k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
+                    v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
+                    fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, k_full)
+                    T.barrier_arrive(k_full)
+                    for step in T.serial(steps):
+                        head = kv_head * group + T.truncdiv(step, trips)
+                        m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                        queries = slice(m_start, m_start + BLOCK_M)
+                        stage = step % Q_STAGES
+                        T.barrier_wait(q_free[stage], 1 - step // Q_STAGES % 2)
+                        fetch(q[batch, head, queries, 0:HEAD_DIM], q_tile, q_full, stage)
+                        T.barrier_arrive(q_full[stage])
+                        if step == 0:
+                            fetch(v[v_batch, v_head, keys, 0:HEAD_DIM], v_tile, v_full)
+                            T.barrier_arrive(v_full)
+                        other = step % DOUT_STAGES
+                        T.barrier_wait(dout_free[other], 1 - step // DOUT_STAGES % 2)
+                        fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
+                        fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
+                        T.barrier_arrive(dout_full[other])
+                elif tx == WORKERS + 32:
+                    for step in T.serial(steps):
+                        m = first_m + T.truncmod(step, trips)
+                        row = (batch * Hq + kv_head * group + T.truncdiv(step, trips)) * num_m + m
+                        is_first = (tile + 1 == num_n) | (
+                            m < first_tile(n_start + BLOCK_N, diagonal)
+                        )
+                        if not is_first:
+                            call("wait_turn", T.address_of(turns[row]), num_n - 1 - tile)
+                        T.barrier_wait(dq_full, step % 2)
+                        if is_first:
+                            send("store_tile", dq_tile, dq_sum, row)
+                        else:
+                            send("tl::tma_store_add", dq_tile, dq_sum, row)
+                        T.tma_store_arrive()
+                        T.tma_store_wait(0)  # dq_tile has been read
+                        T.barrier_arrive(dq_free)
+                        T.tma_store_wait(0, False)  # and dq_sum written
+                        call("end_turn", T.address_of(turns[row]), num_n - tile)
+            else:
+                T.set_max_nreg(240, 1)
+                T.fill(dk_acc, 0)
+                T.fill(dv_acc, 0)
+                T.barrier_wait(k_full, 0)
+                T.barrier_wait(q_full[0], 0)
+                issue_scores(k_tile, q_tile, 0, scores)
+                T.barrier_wait(v_full, 0)
+                T.barrier_wait(dout_full[0], 0)
+                issue_scores(v_tile, dout_tile, 0, dp)
+                await_product(1, scores, score_regs)
+                exponentiate(
+                    scores, p, stats_tile, 0, qk_scale, first_m * BLOCK_M, n_start, diagonal
+                )
+                add_dv(p, dout_tile, 0, dv_acc)
+                await_product(1, dp, score_regs)
+                differentiate(scores, dp, stats_tile, 0, ds, ds_tile, 0)
+                await_product(0, dv_acc, acc_regs)
+                release(dout_free, 0)
+                for step in T.serial(1, steps):
+                    m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                    stage = step % Q_STAGES
+                    last = (step - 1) % Q_STAGES
+                    other = step % DOUT_STAGES
+                    issue_dq(ds_tile, (step - 1) % 2, k_tile, dq_acc)
+                    T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
+                    issue_scores(k_tile, q_tile, stage, scores)
+                    add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc)
+                    await_product(2, dq_acc, dq_regs)
+                    hand_over(dq_acc, dq_tile, dq_full, dq_free, step - 1)
+                    T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
+                    issue_scores(v_tile, dout_tile, other, dp)
+                    await_product(2, scores, score_regs)
+                    exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
+                    add_dv(p, dout_tile, other, dv_acc)
+                    await_product(1, dp, score_regs)
+                    T.warpgroup_fence_operand(dk_acc, num_regs=acc_regs)
+                    release(q_free, last)
+                    differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
+                    # Nothing crosses the end of a trip: the compiler would wait for it there.
+                    await_product(0, dv_acc, acc_regs)
+                    release(dout_free, other)
+                issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc)
+                add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc)
+                await_product(1, dq_acc, dq_regs)
+                hand_over(dq_acc, dq_tile, dq_full, dq_free, steps - 1)
+                await_product(0, dk_acc, acc_regs)
+                T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
+                for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
+                    dk_acc[j, d] *= scale
+                T.copy(dk_acc, k_tile)
+                T.copy(dv_acc, v_tile)
+                T.fence_proxy_async()
+                T.sync_threads(MEET, WORKERS)
+                T.copy(k_tile, dk[batch, kv_head, keys, 0:HEAD_DIM])
+                T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
+
+    return attention_bwd_hopper
+
+
+def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) -> Any:
+    """dq [B, Hq, Sq, D] = scale * dq_sum; 0 in tiles of rows below num_empty alone, to which no
+    block added."""
+    import tilelang.language as T
+
+    BLOCK_M = DQ_TILE // HEAD_DIM
+    tensor = make_tensor(lang, dtype)
+    B, Hq, Sq, tiles = sizes("B", "Hq", "Sq", "tiles")
+
+    @T.prim_func
+    def attention_bwd_convert(
+        dq: tensor("dq", B, Hq, Sq),
+        # Contiguous: where strides come with the arguments, elements are read one by one.
+        dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
+        num_empty: T.int32,
+        scale: T.float32,
+    ):
+        num_m = T.ceildiv(Sq, BLOCK_M)
+        with T.Kernel(B * Hq * num_m, threads=256) as block:
+            m, head, batch = place(block, num_m, Hq)
+            tile = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
+            if m * BLOCK_M + BLOCK_M <= num_empty:
+                T.fill(tile, 0)
+            else:
+                for i, c in T.Parallel(BLOCK_M, HEAD_DIM // 4):
+                    for e in T.vectorized(4):  # which lie together in dq_sum too
+                        tile[i, c * 4 + e] = T.cast(
+                            dq_sum[T.cast(block, "int64"), place_in_tile(i, c * 4) + e] * scale,
+                            dtype,
+                        )
+            T.copy(tile, dq[batch, head, m * BLOCK_M : m * BLOCK_M + BLOCK_M, 0:HEAD_DIM])
+
+    return attention_bwd_convert
+
+
+def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tuple[Any, Any]:
+    """(tile of keys, key head of all batches) of a block: heads whose tiles of queries fit in L2 go
+    together, and of a head the last keys first."""
+    import tilelang.language as T
+
+    width = T.max(T.truncdiv(L2_BYTES // (8 * HEAD_DIM), Sq), 1)
+    width = T.min(width, num_heads)  # or width * num_n might not fit in 32 bits
+    first = T.truncdiv(block, width * num_n) * width
+    together = T.min(width, num_heads - first)
+    rest = T.truncmod(block, width * num_n)
+    return num_n - 1 - T.truncdiv(rest, together), first + T.truncmod(rest, together)
+
+
+def place_in_tile(i: Any, d: Any) -> Any:
+    """Where element [i, d] of a tile of dq lies in it: the registers of one number of all the
+    threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
+    thread = i % 64 // 16 * 32 + i % 8 * 4 + d % 8 // 2
+    pair = d % 64 // 8 * 2 + i % 16 // 8
+    return (i // 64 + d // 64) * 4096 + pair * 256 + thread * 2 + d % 2
