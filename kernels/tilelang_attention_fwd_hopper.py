@@ -1,7 +1,7 @@
 """Builder of the attention forward for Hopper, scheduled by hand.
 
-The maths is that of `tilelang_attention_fwd.py`, with the scale taken into the exponent: per query,
-the maximum is of the scores as they come from the product, and with c = |qk_scale|
+The maths is that of `tilelang_attention_fwd.py`, with the scale taken into the exponent: per
+query, the maximum is of the scores as they come from the product, and with c = |qk_scale|
 
     p = 2^(c s - c m),  acc' = acc * 2^(c m - c m') + p v,  sum' = sum * 2^(c m - c m') + sum_j p
     out = acc / sum,  lse = (c m + log2(sum)) / log2(e)
@@ -10,8 +10,8 @@ for scores s that were multiplied by the sign of qk_scale before. c s - c m is o
 
 Who does what. A block owns BLOCK_M queries of one head. Its last 128 threads, the producer, copy
 the queries once by TMA, then tiles of BLOCK_N keys and values into `num_stages` buffers of each.
-The others, the consumers, own 64 queries for every 128 threads (a warpgroup), and get the registers
-that the producer gives up. No two warpgroups of consumers wait for one another.
+The others, the consumers, own 64 queries for every 128 threads (a warpgroup), and get the
+registers that the producer gives up. Until the output no two consumers wait for one another.
 
 When. A consumer issues the product of its queries with the next keys, then that of its last
 probabilities with their values, and exponentiates the former while the latter runs (Shah et al.
@@ -22,10 +22,10 @@ probabilities with their values, and exponentiates the former while the latter r
                  await acc;  acc *= rescale
     acc += p_last v_last
 
-What the waits are for. Each buffer has a barrier `full`, on which consumers wait for the bytes of a
-copy, and one `free`, on which the producer waits until each consumer's product has read the
-buffer. Both flip once every num_stages tiles; a wait names the phase that has to be over. On `free`
-the producer's first round waits for the phase before the first, which is over by definition.
+What the waits are for. Each buffer has a barrier `full`, on which consumers wait for the bytes of
+a copy, and one `free`, on which the producer waits until each consumer's product has read the
+buffer. Both flip once every num_stages tiles; a wait names the phase that has to be over. On
+`free` the producer's first round waits for the phase before the first, which counts as over.
 """
 
 from typing import Any
@@ -41,9 +41,11 @@ WARPGROUP = 128  # threads; each takes 64 rows of a product
 # 65536 of a multiprocessor, in units of 8.
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = {2: 24, 3: 32}
-HUGE = 2.0**28  # of a scaled score: from here on, scores that differ at all differ by 2^4 and more
-SMALLEST = 2.0**-126  # normal float32. A masked score of -inf must stay so when it is scaled by 0
-SUM_PARTS = 8  # of a row's sum: in the layout of wgmma's results a thread has two neighbouring ones
+# Scaled scores of this size that differ at all differ by 2^4 and more: all but the largest have
+# exponentials near 0, and keep them if the scale is up to twice what it should be.
+HUGE = 2.0**28
+SMALLEST = 2.0**-126  # normal float32: a masked score of -inf must stay so when it is scaled by 0
+SUM_PARTS = 8  # of a row's sum. Of every 8 columns of wgmma's results a thread has two neighbours
 L2_BYTES = 2**25  # of keys and values that blocks at work at once should share
 
 
@@ -95,7 +97,7 @@ def build_attention_fwd_hopper(
 
     @T.macro
     def mask(scores, m_start, n_start, diagonal, first_end, qk_scale):
-        if qk_scale <= 0.0:  # -0.0 and NaN of an infinite score, at 0
+        if qk_scale <= 0.0:  # at 0 an infinite score becomes NaN, as it should
             for i, j in T.Parallel(BLOCK_M, BLOCK_N):
                 scores[i, j] *= T.if_then_else(qk_scale < 0.0, -1.0, 0.0)
         if n_start + BLOCK_N > first_end:
