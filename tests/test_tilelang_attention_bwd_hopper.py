@@ -1,0 +1,365 @@
+"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, products
+issued a trip ahead, buffers that come round, tiles that no block adds to.
+
+A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
+buffers: from the fourth tile on a buffer is filled again.
+"""
+
+import itertools
+import math
+import shutil
+
+import pytest
+import torch
+
+from minitx.kernels import attention, supports
+from minitx.testing import (
+    check_attention,
+    error_budget,
+    make_qkv,
+    max_error,
+    oracle_attention,
+    run_attention,
+)
+
+_probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+_support = supports("tilelang", _probe, _probe, _probe)
+if not _support.ok:
+    pytest.skip(_support.reason, allow_module_level=True)
+
+from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
+from minitx.kernels.tilelang_attention_bwd_hopper import (  # noqa: E402
+    build_attention_bwd_hopper,
+    locate,
+    place_in_tile,
+)
+from minitx.kernels.tilelang_attention_tiles import takes_hopper_kernels  # noqa: E402
+
+GRADS = ("dq", "dk", "dv")
+NAN = math.nan
+BF16, FP16 = torch.bfloat16, torch.float16
+both_masks = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def on_hopper(test):
+    """Runs where the kernel is the one that `tilelang` takes."""
+    elsewhere = not takes_hopper_kernels(BF16, _probe.device)
+    skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
+    return pytest.mark.gpu(skip(test))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What is not written stays NaN."""
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)
+
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """The kernels that a backward launches."""
+    names = []
+    get_kernel = tilelang_attention.get_kernel
+
+    def recording(build, device, **key):
+        name = build.__name__.removeprefix("build_attention_")
+        if name.startswith("bwd"):
+            names.append(name)
+        return get_kernel(build, device, **key)
+
+    monkeypatch.setattr(tilelang_attention, "get_kernel", recording)
+    return names
+
+
+def assert_same_bits(actual, expected) -> None:
+    for name in GRADS:
+        got, want = (getattr(result, name).view(torch.int16) for result in (actual, expected))
+        assert torch.equal(got, want), f"{name} differs"
+
+
+# On any machine
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("num_n", "heads", "Sq"), [(1, 1, 1), (5, 3, 100), (7, 11, 20000)])
+def test_every_block_waits_for_one_that_started_before(num_n, heads, Sq, D):
+    places = [tuple(map(int, locate(block, num_n, heads, Sq, D))) for block in range(num_n * heads)]
+    assert set(places) == set(itertools.product(range(num_n), range(heads)))
+    started = {place: block for block, place in enumerate(places)}
+    for tile, head in places:
+        assert tile + 1 == num_n or started[tile + 1, head] < started[tile, head]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_every_element_of_a_tile_has_a_place(D):
+    places = {place_in_tile(i, d) for i in range(8192 // D) for d in range(D)}
+    assert places == set(range(8192))
+
+
+def test_it_is_what_it_is_meant_to_be():
+    # Compiled, not run: no GPU is needed, but nvcc.
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    source = tilelang_runtime.compile_kernel(
+        build_attention_bwd_hopper,
+        tilelang_runtime.Target("cuda", "sm_90a"),
+        dtype="bfloat16",
+        HEAD_DIM=128,
+        IS_CAUSAL=True,
+    ).source
+    # Five products: s, dp and dv before the loop and in it, dq and dk in it and after it.
+    assert source.count("tl::wgmma_ss<") == 8
+    assert source.count("tl::wgmma_rs<") == 2
+    assert "warpgroup_reg_alloc<240>" in source
+    assert "warpgroup_reg_dealloc<24>" in source
+    adder = source[source.index("row < ") :]
+    order = ["wait_turn(", "dq_full", "tma_store_wait", "dq_free", "tma_store_wait", "end_turn("]
+    position = 0
+    for word in order:
+        position = adder.index(word, position) + 1
+
+
+# On a Hopper GPU
+
+
+@on_hopper
+@pytest.mark.contract("gradients", "sizes", "shapes and grouped heads", kernel="tilelang")
+@both_masks
+@both_dtypes
+@pytest.mark.parametrize(
+    ("D", "Hq", "Hkv", "Sq", "Skv", "layout"),
+    [
+        (128, 4, 2, 513, 513, "bhsd"),  # a query and a key over
+        (64, 4, 2, 513, 513, "bhsd"),
+        (128, 8, 2, 700, 700, "qkv"),  # slices of a projection; a group of 4
+        (64, 6, 1, 640, 640, "qkv"),
+        (33, 2, 2, 300, 300, "bhsd"),  # columns past the end; rows copied
+        (40, 2, 1, 257, 257, "bshd"),  # and not copied
+        (100, 4, 1, 130, 389, "bhsd"),  # a diagonal that starts inside a tile
+        (104, 2, 2, 389, 130, "bshd"),
+        (64, 3, 3, 900, 200, "bshd"),  # tiles of queries without keys
+        (128, 2, 1, 333, 77, "offset"),
+        (64, 4, 1, 1, 1000, "bhsd"),  # one query, which each block adds to
+        (128, 2, 2, 1, 1, "bhsd"),
+        (128, 2, 2, 64, 128, "bhsd"),  # one tile: no trip of the loop
+        (64, 2, 2, 390, 260, "step2"),
+    ],
+)
+def test_gradients(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
+    q, k, v = make_qkv(2, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=dtype, layout=layout)
+    result = check_attention("tilelang", q, k, v, is_causal=is_causal, with_dlse=True)
+    assert launched == ["bwd_stats", "bwd_hopper", "bwd_convert"]
+    if is_causal and Sq > Skv:
+        assert not result.dq[:, :, : Sq - Skv].any()
+    if layout in ("bhsd", "bshd"):
+        for grad, t in zip((result.dq, result.dk, result.dv), (q, k, v), strict=True):
+            assert grad.stride() == t.stride()
+
+
+@on_hopper
+@pytest.mark.contract("sizes", "determinism", kernel="tilelang")
+@both_masks
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
+    [
+        (4, 16, 4, 1700, 1700, 128),  # 224 blocks of 4 heads each
+        (2, 32, 32, 1000, 1000, 64),  # 512 blocks, one at a time to a multiprocessor
+        (1, 12, 6, 20000, 500, 128),  # heads that fit in L2 one at a time
+        (20000, 4, 2, 3, 3, 64),  # 80000 tiles; heads that go together, and fewer that are left
+    ],
+)
+def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D, is_causal):
+    q, k, v = make_qkv(B, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=BF16)
+    check_attention("tilelang", q, k, v, is_causal=is_causal)
+
+
+@on_hopper
+@pytest.mark.contract("determinism", kernel="tilelang")
+@both_masks
+@pytest.mark.parametrize("D", [64, 128])
+def test_gradients_are_the_same_bits_under_load(D, is_causal):
+    # 1024 blocks, 16 to add to each tile; and a stream beside them that takes multiprocessors.
+    q, k, v = make_qkv(4, 16, 16, 2048, 2048, D, device="cuda", dtype=BF16)
+    dout = torch.randn_like(q)
+    first = run_attention("tilelang", q, k, v, dout, is_causal=is_causal)
+    stream = torch.cuda.Stream()
+    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    for _ in range(10):
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                torch.mm(a, a)
+        assert_same_bits(run_attention("tilelang", q, k, v, dout, is_causal=is_causal), first)
+    torch.cuda.synchronize()
+
+
+@on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+def test_two_streams_at_once():
+    # Of different shapes: each has turns and sums of its own.
+    inputs = [
+        make_qkv(2, 16, 4, 1500, 1500, 128, device="cuda", dtype=BF16),
+        make_qkv(1, 16, 16, 1000, 2100, 64, device="cuda", dtype=BF16, seed=1),
+    ]
+    douts = [torch.randn_like(q) for q, _, _ in inputs]
+    runs = [(*qkv, dout) for qkv, dout in zip(inputs, douts, strict=True)]
+    expected = [run_attention("tilelang", *run, is_causal=True) for run in runs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in runs]
+    results = []
+    for _ in range(5):
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run_attention("tilelang", *run, is_causal=True))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        assert_same_bits(result, expected[i % 2])
+
+
+@on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+@pytest.mark.parametrize("D", [64, 128])
+# PyTorch's word on the leaves of this test, which are made outside of the capturing stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_a_graph_replayed(D):
+    q, k, v = make_qkv(2, 8, 2, 700, 700, D, device="cuda", dtype=FP16)
+    dout = torch.randn_like(q)
+
+    def step():
+        return run_attention("tilelang", q, k, v, dout, is_causal=True)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):  # turns start anew each time
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert_same_bits(captured, step())
+
+
+@on_hopper
+@pytest.mark.contract("strides", kernel="tilelang")
+def test_keys_and_values_expanded_over_batch_and_heads():
+    q, k, v = make_qkv(3, 4, 1, 300, 400, 64, device="cuda", dtype=BF16)
+    for keys, values in ((k[:1], v), (k, v[:1])):
+        keys, values = (t.expand(3, 4, -1, -1) for t in (keys, values))
+        check_attention("tilelang", q, keys, values, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("scale", kernel="tilelang")
+@both_masks
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-4])
+def test_scales(scale, is_causal):
+    q, k, v = make_qkv(1, 2, 2, 300, 390, 64, device="cuda", dtype=BF16)
+    check_attention("tilelang", q, k, v, is_causal=is_causal, scale=scale)
+
+
+@on_hopper
+@pytest.mark.contract("gradients", kernel="tilelang")
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
+def test_some_gradients_alone_come_from_the_portable_kernels(launched, needs):
+    inputs = make_qkv(1, 4, 2, 300, 400, 64, device="cuda", dtype=BF16)
+    dout = torch.randn_like(inputs[0])
+    truth = oracle_attention(*inputs, dout, is_causal=True)
+    eager = run_attention("eager", *inputs, dout, is_causal=True)
+    leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    attention(*leaves, kernel="tilelang").backward(dout)
+    assert ("bwd_hopper" in launched) == all(needs)
+    for leaf, need, name in zip(leaves, needs, GRADS, strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            budget = error_budget(getattr(eager, name), getattr(truth, name), BF16)
+            assert max_error(leaf.grad, getattr(truth, name)) <= budget, name
+
+
+@on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", "strides", kernel="tilelang")
+@both_masks
+@pytest.mark.parametrize(("S", "D"), [(100, 40), (200, 104)])
+def test_memory_past_the_ends_is_never_seen(S, D, is_causal):
+    # In rows and in columns.
+    plain = make_qkv(1, 2, 2, S, S, D, device="cuda", dtype=FP16)
+    plain = (*plain, torch.ones_like(plain[0]))
+    buffers = [torch.full((1, 2, 256, 128), NAN, device="cuda", dtype=FP16) for _ in plain]
+    views = [buffer[:, :, :S, :D] for buffer in buffers]
+    for view, t in zip(views, plain, strict=True):
+        view.copy_(t)
+    actual = run_attention("tilelang", *views, is_causal=is_causal)
+    assert_same_bits(actual, run_attention("tilelang", *plain, is_causal=is_causal))
+    assert actual.dq.isfinite().all()
+
+
+@on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
+def test_keys_past_the_end_weigh_nothing():
+    # Scores of -32, next to which the 0 of a key that is not there would have probability 1; and
+    # delta is 4e6, which float16 does not hold. All keys are equal: no gradient but v's.
+    q = torch.ones(1, 1, 128, 64, device="cuda", dtype=FP16)
+    k = torch.full((1, 1, 100, 64), -4.0, device="cuda", dtype=FP16)
+    v = torch.full((1, 1, 100, 64), 256.0, device="cuda", dtype=FP16)
+    result = run_attention("tilelang", q, k, v, torch.full_like(q, 256.0), is_causal=False)
+    assert result.dq.abs().max() <= 0.1
+    assert result.dk.abs().max() <= 0.1
+    torch.testing.assert_close(result.dv, torch.full_like(v, 128 * 256.0 / 100), rtol=2e-3, atol=0)
+
+
+@on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
+@pytest.mark.parametrize("D", [64, 128])
+def test_nan_and_huge_logits(D):
+    q, k, v = make_qkv(1, 1, 1, 300, 300, D, device="cuda", dtype=BF16)
+    dout = torch.randn_like(q)
+    clean = run_attention("tilelang", q, k, v, dout, is_causal=True)
+    q[:, :, 200] = NAN
+    dirty = run_attention("tilelang", q, k, v, dout, is_causal=True)
+    others = [i for i in range(300) if i != 200]
+    assert dirty.dq[:, :, 200].isnan().all()
+    assert torch.equal(dirty.dq[:, :, others], clean.dq[:, :, others])
+    for name, end in (("dk", 256), ("dv", 201)):  # ds of a key in the same tile is 0 times NaN
+        assert getattr(dirty, name)[:, :, :201].isnan().all()
+        assert torch.equal(getattr(dirty, name)[:, :, end:], getattr(clean, name)[:, :, end:])
+
+    # Scores of 1e11 and their lse round thousands apart: what is recomputed must not pass 1.
+    generator = torch.Generator().manual_seed(0)
+    q, k = ((torch.rand(1, 1, 200, D, generator=generator) + 1) * 1e5 for _ in range(2))
+    q, k = (t.to("cuda", BF16) for t in (q, k))
+    huge = run_attention("tilelang", q, k, torch.ones_like(k), torch.ones_like(q), is_causal=True)
+    assert all(getattr(huge, name).isfinite().all() for name in GRADS)
+    assert huge.dv.max() <= 200 * (1 + 2**-7)
+
+
+@on_hopper
+@pytest.mark.contract("sizes", kernel="tilelang")
+def test_one_query_and_millions_of_keys():
+    # Heads times tiles of keys that would go together do not fit in 32 bits.
+    q = torch.zeros(1, 1, 1, 64, device="cuda", dtype=BF16)
+    k = torch.zeros(1, 1, 2**22 + 2**21 + 1, 64, device="cuda", dtype=BF16)
+    v = torch.ones_like(k)
+    result = run_attention("tilelang", q, k, v, torch.ones_like(q), is_causal=True)
+    torch.testing.assert_close(result.dv, torch.full_like(v, 1 / k.shape[2]), rtol=1e-2, atol=0)
+    assert not result.dk.any()
+    assert not result.dq.any()
+
+
+@on_hopper
+@pytest.mark.contract("sizes", kernel="tilelang")
+@pytest.mark.huge
+def test_sums_of_more_than_2_to_the_31_elements():
+    shape = (2056, 16, 1024, 64)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
+    whole = run_attention("tilelang", q, k, v, dout, is_causal=True)
+    for i in (0, 2055):
+        part = run_attention(
+            "tilelang", *(t[i : i + 1, -2:] for t in (q, k, v, dout)), is_causal=True
+        )
+        for name in GRADS:
+            assert torch.equal(getattr(whole, name)[i : i + 1, -2:], getattr(part, name)), name
