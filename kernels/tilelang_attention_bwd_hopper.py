@@ -1,33 +1,34 @@
 """Builders of the attention backward for Hopper, scheduled by hand: all gradients in one kernel.
 
-The maths, arguments and limits are those of `tilelang_attention_bwd.py`, but scores are made once:
-five products where the kernels there make seven. A block owns 128 keys of one key head and streams
-past them the queries of every query head that reads it, in tiles of 8192 elements:
+The maths, arguments and limits are those of `tilelang_attention_bwd.py`, but scores are made
+once: five products where the kernels there make seven. A block owns 128 keys of one key head and
+streams past them the queries of every query head that reads it, in tiles of 8192 elements:
 
     s^T = k q^T,  dp^T = v dout^T        [keys, queries], both operands in shared memory
     dv += p^T dout                       p^T in registers
     dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
 
 Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and one
-thread adds tiles of dq to memory. A trip of the loop issues products ahead of what is computed, so
-that tensor cores have work meanwhile:
+thread adds tiles of dq to memory. A trip of the loop issues products ahead of what is computed,
+so that tensor cores have work meanwhile:
 
     issue dq and dk of the last tile, and s between them; wait for dq and hand it over
     issue dp; wait for s; exponentiate it, beside dk and dp
     issue dv; wait for dp; make ds and share it, beside dv
 
 dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), by
-the copy engine's reduction, and `build_attention_bwd_convert` rounds it. The blocks that add to one
-tile do so in turn, last keys first, so that sums are the same bit for bit every time; the first of
-them stores, so dq_sum need not be zeroed. turns[tile] starts as 0; whoever has added key tile n of
-num_n sets it to num_n - n, and whoever adds tile n waits for num_n - 1 - n. The key tiles that a
-query tile sees are all those from 0 up to some last one: each but that has a predecessor.
+the copy engine's reduction, and `build_attention_bwd_convert` rounds it. The blocks that add to
+one tile do so in turn, last keys first, so that sums are the same bit for bit every time; the
+first of them stores, so dq_sum need not be zeroed. turns[tile] starts as 0; whoever has added key
+tile n of num_n sets it to num_n - n, and whoever adds tile n waits for num_n - 1 - n. The key
+tiles that a query tile sees are all those from 0 up to some last one: each but that has a
+predecessor.
 
 No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's last
 keys first), and a GPU starts blocks in order of index: they run, or have ended. A block that runs
-keeps its multiprocessor until it ends; other streams' kernels can hold up only blocks that have not
-started, for which none that runs waits. So, by induction over the index and, within a block, over
-its steps, every wait ends.
+keeps its multiprocessor until it ends; other streams' kernels can hold up only blocks that have
+not started, for which none that runs waits. So, by induction over the index and, within a block,
+over its steps, every wait ends.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
 WORKERS = 256  # threads that compute
 MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
-L2_BYTES = 2**25  # of queries, their gradients and dq_sum that blocks at work at once should share
+L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
 
 HELPERS = r"""
 template <int count>
@@ -74,8 +75,8 @@ def build_attention_bwd_hopper(
     lang: Language, *, dtype: str, HEAD_DIM: int, IS_CAUSAL: bool
 ) -> Any:
     """dk and dv [B, Hkv, Skv, D], and dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an
-    order of its own (`place_in_tile`). turns [B * Hq * tiles] int32 starts as zeros. dtype is of 16
-    bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
+    order of its own (`place_in_tile`). turns [B * Hq * tiles] int32 starts as zeros. dtype is of
+    16 bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
     import tilelang.language as T
 
     BLOCK_M = DQ_TILE // HEAD_DIM
@@ -282,7 +283,7 @@ def build_attention_bwd_hopper(
                         T.tma_store_wait(0, False)  # and dq_sum written
                         call("end_turn", T.address_of(turns[row]), num_n - tile)
             else:
-                T.set_max_nreg(240, 1)
+                T.set_max_nreg(240, 1)  # not quite enough: ten words, of addresses, are spilled
                 T.fill(dk_acc, 0)
                 T.fill(dv_acc, 0)
                 T.barrier_wait(k_full, 0)
@@ -377,8 +378,8 @@ def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) ->
 
 
 def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tuple[Any, Any]:
-    """(tile of keys, key head of all batches) of a block: heads whose tiles of queries fit in L2 go
-    together, and of a head the last keys first."""
+    """(tile of keys, key head of all batches) of a block: heads whose tiles of queries fit in L2
+    go together, and of a head the last keys first."""
     import tilelang.language as T
 
     width = T.max(T.truncdiv(L2_BYTES // (8 * HEAD_DIM), Sq), 1)

@@ -1,5 +1,5 @@
-"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, products
-issued a trip ahead, buffers that come round, tiles that no block adds to.
+"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn,
+products issued a trip ahead, buffers that come round, tiles that no block adds to.
 
 A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
 buffers: from the fourth tile on a buffer is filled again.
@@ -265,9 +265,10 @@ def test_scales(scale, is_causal):
 
 @on_hopper
 @pytest.mark.contract("gradients", kernel="tilelang")
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
-def test_some_gradients_alone_come_from_the_portable_kernels(launched, needs):
-    inputs = make_qkv(1, 4, 2, 300, 400, 64, device="cuda", dtype=BF16)
+def test_some_gradients_alone_come_from_the_portable_kernels(launched, needs, D):
+    inputs = make_qkv(1, 4, 2, 300, 400, D, device="cuda", dtype=BF16)
     dout = torch.randn_like(inputs[0])
     truth = oracle_attention(*inputs, dout, is_causal=True)
     eager = run_attention("eager", *inputs, dout, is_causal=True)
