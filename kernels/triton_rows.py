@@ -3,6 +3,16 @@
 A tensor [..., N] is R rows of N columns. Its leading dims are passed to a kernel as two tuples,
 `sizes` and `strides`, after merging those that every tensor of the call allows: a contiguous tensor
 arrives as one leading dim (R,), whatever its shape was.
+
+A GPU moves 16 bytes at a time where the compiler can prove that an access starts, and its mask
+ends, at a multiple of 16 bytes. Rows of any width start anywhere, so their lanes are shifted: lane
+0 is at the boundary at or below the row's start, `shift` elements before column 0,
+
+    lane     0  1  2  3 | 4  5  6  7 | 8  9 10 11      shift = 2, n_cols = 8, VECTOR = 4
+    column   .  .  0  1 | 2  3  4  5 | 6  7  .  .
+
+and reads are of whole vectors: what a vector holds beside the row is read and put aside. Writes are
+of the vectors that lie in the row, and of the columns at its edges one by one.
 """
 
 import torch
@@ -14,9 +24,7 @@ from minitx.kernels.triton_tiles import INTERPRETED, LOG2E, exact_exp
 # Kernels are not Python to a type checker:
 # pyright: reportGeneralTypeIssues=false
 
-# Loads are 16 bytes wide where the compiler can prove that rows, and masks, start and end at
-# multiples of 16 elements: the granularity of its own specialisation on integer arguments.
-VECTOR = tl.constexpr(16)
+VECTOR_BYTES = tl.constexpr(16)
 
 
 def merge_leading_dims(
@@ -48,6 +56,25 @@ def merge_leading_dims(
     return tuple(sizes), list(zip(*strides, strict=True))
 
 
+def vector_of(tensor: torch.Tensor) -> int:
+    """Elements in a vector."""
+    return VECTOR_BYTES.value // tensor.element_size()
+
+
+def can_shift(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> bool:
+    """Whether a shift would help, and one does for all tensors, with the strides of their merged
+    leading dims: a row must lie equally far beyond a vector's start in each."""
+    if any(t.stride(-1) != 1 for t in tensors):
+        return False
+    vector, known = vector_of(tensors[0]), 16  # what Triton finds out about integers by itself
+    beyond = [t.data_ptr() % VECTOR_BYTES.value for t in tensors]
+    is_aligned = not any(beyond) and not any(s % known for dims in strides for s in dims)
+    if is_aligned and tensors[0].shape[-1] % known == 0:
+        return False
+    steps = [tuple(s % vector for s in dims) for dims in strides]
+    return beyond.count(beyond[0]) == len(beyond) and steps.count(steps[0]) == len(steps)
+
+
 @device_function
 def row_offsets(rows, sizes, strides):
     """Elements from a tensor's start to the start of each row; rows (int64) count in row-major
@@ -73,17 +100,80 @@ def visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL: tl.constexpr):
 
 
 @device_function
-def load_visible(pointers, cols, visible, other, IS_CAUSAL: tl.constexpr):
-    """Columns 0 to visible - 1; `other` in place of the rest, which is never read."""
-    if IS_CAUSAL:
-        # A causal row ends anywhere, and a mask that may end inside a vector would make every load
-        # of the row a scalar one. So: whole vectors first, then the few columns left over.
-        whole = visible // VECTOR * VECTOR
-        head = tl.load(pointers, mask=cols < whole, other=other)
-        values = tl.load(pointers, mask=(cols >= whole) & (cols < visible), other=head)
+def row_pointers(pointer, offsets, SHIFTED: tl.constexpr):
+    """Pointers to lane 0 of rows that start at `offsets`, and the rows' shifts: 0 unless
+    SHIFTED."""
+    shift = 0
+    if SHIFTED:
+        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointer.dtype.element_ty.primitive_bitwidth
+        beyond = pointer.to(tl.int64) % VECTOR_BYTES // (VECTOR_BYTES // VECTOR)
+        pointer = tl.multiple_of(pointer - beyond, VECTOR_BYTES)
+        starts = offsets + beyond
+        offsets = starts // VECTOR * VECTOR
+        shift = starts - offsets
+        if len(offsets.shape) == 0:  # else the compiler folds the offset into the pointer above
+            return tl.multiple_of(pointer + offsets, VECTOR_BYTES), shift
+    return pointer + offsets, shift
+
+
+@device_function
+def lane_bound(x):
+    """x in 32 bits, as a bound of a tile's lanes: they are fewer than 65536."""
+    return tl.cast(tl.where(x < 0, 0, tl.where(x < 65536, x, 65536)), tl.int32)
+
+
+@device_function
+def load_visible(
+    pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """Columns 0 to visible - 1; `other` in place of the rest, whatever memory holds there.
+
+    Column 0 is in lane `origin`, which is below 0 in the later tiles of a row.
+    """
+    end = lane_bound(origin + visible)
+    if IS_CAUSAL or SHIFTED:
+        # A mask that may end inside a vector would make every load of the row a scalar one.
+        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
+        whole = (end + VECTOR - 1) // VECTOR * VECTOR
+        if SHIFTED:
+            whole = tl.where(visible > 0, whole, 0)  # past the last row there is nothing to read
+        else:
+            row_end = lane_bound(origin + n_cols)
+            whole = tl.where(whole < row_end, whole, row_end)
+        values = tl.load(pointers, mask=lanes < whole, other=other)
+        is_visible = lanes < end
+        if SHIFTED:
+            is_visible &= lanes >= lane_bound(origin)
+        values = tl.where(is_visible, values, other)
     else:
-        values = tl.load(pointers, mask=cols < visible, other=other)
+        values = tl.load(pointers, mask=lanes < end, other=other)
     return values
+
+
+@device_function
+def store_whole_vectors(pointers, lanes, origin, n_cols, values, SHIFTED: tl.constexpr):
+    """Writes columns 0 to n_cols - 1; where SHIFTED all but those that edge_columns gives."""
+    end = lane_bound(origin + n_cols)
+    if SHIFTED:
+        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
+        first = (lane_bound(origin) + VECTOR - 1) // VECTOR * VECTOR
+        mask = (lanes >= first) & (lanes < end // VECTOR * VECTOR)
+    else:
+        mask = lanes < end
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@device_function
+def edge_columns(shift, n_cols, VECTOR: tl.constexpr):
+    """Columns of shifted rows, [2 VECTOR] or [M, 2 VECTOR], that share their vector with what is
+    before or after the row; and a mask of those that are ones."""
+    edge = tl.arange(0, 2 * VECTOR)
+    if len(shift.shape) == 2:
+        edge = edge[None, :]
+    first = (shift + VECTOR - 1) // VECTOR * VECTOR - shift  # column of the first whole vector
+    end = tl.maximum((shift + n_cols) // VECTOR * VECTOR - shift, first)
+    cols = tl.where(edge < VECTOR, edge, end + edge - VECTOR)
+    return cols, (cols < n_cols) & ((edge >= VECTOR) | (edge < first))
 
 
 @device_function

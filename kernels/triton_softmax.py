@@ -6,7 +6,8 @@
 The forward keeps a tile of BLOCK_M rows and BLOCK_N columns in registers, BLOCK_N being the row's
 length rounded up to a power of two: short rows share a program, long ones have one each. Padding
 lanes hold -inf, the identity of the maximum, whose exponential is 0. With `is_causal` the rule
-"query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is never read.
+"query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is not read, but for
+what shares its 16 bytes with the last visible key, and that is put aside.
 The backward needs y alone.
 
 Rows wider than MAX_COLUMNS are split over programs by triton_softmax_wide.py: one program cannot
@@ -23,11 +24,18 @@ import triton.language as tl
 
 from minitx.kernels.softmax_ops import define_softmax
 from minitx.kernels.triton_rows import (
+    VECTOR_BYTES,
+    can_shift,
+    edge_columns,
     exp_below,
     in_float32,
+    lane_bound,
     load_visible,
     merge_leading_dims,
     row_offsets,
+    row_pointers,
+    store_whole_vectors,
+    vector_of,
     visible_columns,
 )
 from minitx.kernels.triton_runtime import launching_on
@@ -41,6 +49,7 @@ MAX_COLUMNS = {2: 32768, 4: 16384}  # that one program holds faster than a group
 TILE = 1024  # elements that a program takes at least, in rows of up to that length
 STRIDED_TILE = 16384  # the same where a row's columns are not adjacent in memory
 VALUES_PER_THREAD = 16
+MIN_SHIFTED = 128  # columns; in shorter rows the edges are much of it
 MAX_WARPS = 16  # from there on a thread holds more values
 # 64 KiB in 16 bits, of one tensor or of two, are 32 registers in each of 512 threads: so limited,
 # two such programs fit on an SM.
@@ -60,26 +69,45 @@ def _softmax_fwd_kernel(
     n_cols,
     Sq,
     IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]
     visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
 
-    x_ptrs = x_ptr + row_offsets(rows, sizes, x_strides) + cols * x_step
-    x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
+    x_rows, shift = row_pointers(x_ptr, row_offsets(rows, sizes, x_strides), SHIFTED)
+    x = load_visible(  # [BLOCK_M, BLOCK_N]
+        x_rows + lanes.to(tl.int64) * x_step,
+        lanes,
+        shift,
+        visible,
+        n_cols,
+        -float("inf"),
+        IS_CAUSAL,
+        SHIFTED,
+    )
 
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row_max = tl.max(in_float32(x), axis=1, keep_dims=True)
     p = exp_below(in_float32(x), row_max, EXACT)
     row_sum = tl.sum(p, axis=1, keep_dims=True)  # tl.max may pass over a NaN, the sum never does
     if not EXACT:  # 16 bits are held, and the exponential taken again
         p = exp_below(in_float32(x), row_max, EXACT)
-    y = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
+    scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
 
-    y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
+    y_rows, _ = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
+    written = tl.where(rows < n_rows, n_cols, 0)
+    store_whole_vectors(
+        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, written, p * scale, SHIFTED
+    )
+    if SHIFTED:
+        cols, mask = edge_columns(shift, written, VECTOR)
+        edge_x = tl.load(x_rows + shift + cols, mask=mask & (cols < visible), other=-float("inf"))
+        edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
+        tl.store(y_rows + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -98,27 +126,49 @@ def _softmax_bwd_kernel(
     n_cols,
     Sq,
     IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_ptr.dtype.element_ty.primitive_bitwidth
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]
     visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
 
-    y_ptrs = y_ptr + row_offsets(rows, sizes, y_strides) + cols * y_step
-    dy_ptrs = dy_ptr + row_offsets(rows, sizes, dy_strides) + cols * dy_step
-    y = load_visible(y_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
-    dy = load_visible(dy_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_M, BLOCK_N]
+    y_rows, shift = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
+    dy_rows, _ = row_pointers(dy_ptr, row_offsets(rows, sizes, dy_strides), SHIFTED)
+    y = load_visible(  # [BLOCK_M, BLOCK_N]
+        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED
+    )
+    dy = load_visible(  # [BLOCK_M, BLOCK_N]
+        dy_rows + lanes.to(tl.int64) * dy_step,
+        lanes,
+        shift,
+        visible,
+        n_cols,
+        0.0,
+        IS_CAUSAL,
+        SHIFTED,
+    )
 
     y32 = in_float32(y)
     delta = tl.sum(y32 * in_float32(dy), axis=1, keep_dims=True)
     # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
     row_sum = tl.sum(y32, axis=1, keep_dims=True)
     visible = tl.where(row_sum == 0.0, 0, visible)
-    dx = tl.where(cols < visible, in_float32(y) * (in_float32(dy) - delta), 0.0)
+    dx = in_float32(y) * (in_float32(dy) - delta)
+    dx = tl.where(lanes < lane_bound(shift + visible), dx, 0.0)
 
-    dx_ptrs = dx_ptr + row_offsets(rows, sizes, dx_strides) + cols * dx_step
-    tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & (cols < n_cols))
+    dx_rows, _ = row_pointers(dx_ptr, row_offsets(rows, sizes, dx_strides), SHIFTED)
+    written = tl.where(rows < n_rows, n_cols, 0)
+    store_whole_vectors(dx_rows + lanes.to(tl.int64) * dx_step, lanes, shift, written, dx, SHIFTED)
+    if SHIFTED:
+        cols, mask = edge_columns(shift, written, VECTOR)
+        seen = mask & (cols < visible)
+        edge_y = tl.load(y_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
+        edge_dy = tl.load(dy_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
+        edge_dx = tl.where(seen, edge_y * (edge_dy - delta), 0.0)
+        tl.store(dx_rows + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def _max_columns(dtype: torch.dtype) -> int:
@@ -136,16 +186,27 @@ def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
     return elements // block_n, block_n, num_warps
 
 
-def _max_registers(n_read: int, block_n: int, dtype: torch.dtype) -> int | None:
+def _shifts(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> bool:
+    """Whether rows are shifted: not if they are short, or the shift would double the tile."""
+    n_cols = tensors[0].shape[-1]
+    room = triton.next_power_of_2(n_cols) - n_cols
+    return (
+        n_cols >= MIN_SHIFTED and room >= vector_of(tensors[0]) - 1 and can_shift(tensors, strides)
+    )
+
+
+def _max_registers(n_read: int, block_n: int, dtype: torch.dtype, is_causal: bool) -> int | None:
     """A thread's, in a program that holds a row of `n_read` tensors; None for no limit."""
     held = n_read * block_n * dtype.itemsize
-    return PAIRED_REGISTERS if dtype.itemsize == 2 and held == PAIRED_BYTES else None
+    is_paired = dtype.itemsize == 2 and held == PAIRED_BYTES
+    return PAIRED_REGISTERS if is_paired and not is_causal else None  # whose masks would spill
 
 
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
+    is_shifted = _shifts((x, y), [x_strides, y_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
     with launching_on(x.device):
         _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
@@ -160,10 +221,11 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             n_cols,
             x.shape[-2] if is_causal else 1,
             IS_CAUSAL=is_causal,
+            SHIFTED=is_shifted,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
-            maxnreg=_max_registers(1, block_n, x.dtype),
+            maxnreg=_max_registers(1, block_n, x.dtype, is_causal),
         )
 
 
@@ -171,6 +233,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
+    is_shifted = _shifts((y, dy, dx), [y_strides, dy_strides, dx_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
     with launching_on(y.device):
         _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
@@ -188,10 +251,11 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             n_cols,
             y.shape[-2] if is_causal else 1,
             IS_CAUSAL=is_causal,
+            SHIFTED=is_shifted,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
-            maxnreg=_max_registers(2, block_n, y.dtype),
+            maxnreg=_max_registers(2, block_n, y.dtype, is_causal),
         )
 
 

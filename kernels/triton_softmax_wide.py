@@ -37,11 +37,18 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.triton_rows import (
+    VECTOR_BYTES,
+    can_shift,
+    edge_columns,
     exp_below,
     in_float32,
+    lane_bound,
     load_visible,
     merge_leading_dims,
     row_offsets,
+    row_pointers,
+    store_whole_vectors,
+    vector_of,
     visible_columns,
 )
 from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
@@ -86,9 +93,10 @@ def _chunk_of(row, n_chunks):
 
 
 @device_function
-def _chunks_awaited(chunk, visible, BLOCK_N: tl.constexpr):
+def _chunks_awaited(chunk, shift, visible, BLOCK_N: tl.constexpr):
     """How many partial results this chunk depends on: none if it is past the visible columns."""
-    return tl.where(chunk * BLOCK_N < visible, tl.cdiv(visible, BLOCK_N), 0)
+    end = tl.where(visible > 0, shift + visible, 0)
+    return tl.where(chunk * BLOCK_N < end, tl.cdiv(end, BLOCK_N), 0)
 
 
 @triton.jit
@@ -106,21 +114,27 @@ def _wide_fwd_kernel(
     Sq,
     n_chunks,
     IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     PUBLISH: tl.constexpr,
     WRITE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     for r in range(tl.program_id(0) // n_chunks, n_rows, tl.num_programs(0) // n_chunks):
         chunk = _chunk_of(r, n_chunks)
         row = tl.cast(r, tl.int64)
-        cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = chunk * BLOCK_N
+        lanes = tl.arange(0, BLOCK_N)
         visible = visible_columns(row, n_rows, n_cols, Sq, IS_CAUSAL)
         partials = words_ptr + row * n_chunks
 
-        x_ptrs = x_ptr + row_offsets(row, sizes, x_strides) + cols * x_step
-        x = load_visible(x_ptrs, cols, visible, -float("inf"), IS_CAUSAL)  # [BLOCK_N]
+        x_row, shift = row_pointers(x_ptr, row_offsets(row, sizes, x_strides), SHIFTED)
+        x_ptrs = x_row + (start + lanes) * x_step
+        x = load_visible(  # [BLOCK_N]
+            x_ptrs, lanes, shift - start, visible, n_cols, -float("inf"), IS_CAUSAL, SHIFTED
+        )
         chunk_max = tl.max(in_float32(x))
         p = exp_below(in_float32(x), chunk_max, EXACT)
         if PUBLISH:
@@ -129,7 +143,7 @@ def _wide_fwd_kernel(
         if WRITE:
             row_max = -float("inf")
             row_sum = 0.0
-            awaited = _chunks_awaited(chunk, visible, BLOCK_N)
+            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
             for first in range(0, awaited, MERGE):
                 m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
                 larger = tl.maximum(row_max, tl.max(m))
@@ -139,8 +153,16 @@ def _wide_fwd_kernel(
 
             scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
             p = exp_below(in_float32(x), row_max, EXACT)
-            y_ptrs = y_ptr + row_offsets(row, sizes, y_strides) + cols * y_step
-            tl.store(y_ptrs, (p * scale).to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+            y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+            store_whole_vectors(
+                y_row + (start + lanes) * y_step, lanes, shift - start, n_cols, p * scale, SHIFTED
+            )
+            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                cols, mask = edge_columns(shift, n_cols, VECTOR)
+                seen = mask & (cols < visible)
+                edge_x = tl.load(x_row + shift + cols, mask=seen, other=-float("inf"))
+                edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
+                tl.store(y_row + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -161,22 +183,26 @@ def _wide_bwd_kernel(
     Sq,
     n_chunks,
     IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     PUBLISH: tl.constexpr,
     WRITE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr,
 ):
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_ptr.dtype.element_ty.primitive_bitwidth
     for r in range(tl.program_id(0) // n_chunks, n_rows, tl.num_programs(0) // n_chunks):
         chunk = _chunk_of(r, n_chunks)
         row = tl.cast(r, tl.int64)
-        cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = chunk * BLOCK_N
+        lanes = tl.arange(0, BLOCK_N)
         visible = visible_columns(row, n_rows, n_cols, Sq, IS_CAUSAL)
         partials = words_ptr + row * n_chunks
 
-        y_ptrs = y_ptr + row_offsets(row, sizes, y_strides) + cols * y_step
-        dy_ptrs = dy_ptr + row_offsets(row, sizes, dy_strides) + cols * dy_step
-        y = load_visible(y_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_N]
-        dy = load_visible(dy_ptrs, cols, visible, 0.0, IS_CAUSAL)  # [BLOCK_N]
+        y_row, shift = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+        dy_row, _ = row_pointers(dy_ptr, row_offsets(row, sizes, dy_strides), SHIFTED)
+        y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
+        y = load_visible(y_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
+        dy = load_visible(dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
         if PUBLISH:
             # 1 or 2, never 0: whether all of y is 0 here, in a word that is never 0.
             y32 = in_float32(y)
@@ -186,7 +212,7 @@ def _wide_bwd_kernel(
         if WRITE:
             delta = 0.0
             none_or_some = 1.0
-            awaited = _chunks_awaited(chunk, visible, BLOCK_N)
+            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
             for first in range(0, awaited, MERGE):
                 d, some = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
                 delta += tl.sum(d)
@@ -194,9 +220,19 @@ def _wide_bwd_kernel(
 
             # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
             visible = tl.where(none_or_some == 1.0, 0, visible)
-            dx = tl.where(cols < visible, in_float32(y) * (in_float32(dy) - delta), 0.0)
-            dx_ptrs = dx_ptr + row_offsets(row, sizes, dx_strides) + cols * dx_step
-            tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
+            dx = in_float32(y) * (in_float32(dy) - delta)
+            dx = tl.where(lanes < lane_bound(shift - start + visible), dx, 0.0)
+            dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+            store_whole_vectors(
+                dx_row + (start + lanes) * dx_step, lanes, shift - start, n_cols, dx, SHIFTED
+            )
+            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                cols, mask = edge_columns(shift, n_cols, VECTOR)
+                seen = mask & (cols < visible)
+                edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                edge_dx = tl.where(seen, edge_y * (edge_dy - delta), 0.0)
+                tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 class Chunks(NamedTuple):
@@ -240,8 +276,10 @@ def _launch(
     """One launch where all of a row's chunks can be held at once, two where they cannot."""
     rows = tensors[0]
     n_cols = rows.shape[-1]
-    n_rows, n_chunks = rows.numel() // n_cols, triton.cdiv(n_cols, chunks.BLOCK_N)
     sizes, strides = merge_leading_dims(*tensors)
+    is_shifted = can_shift(tensors, strides)
+    n_lanes = n_cols + (vector_of(rows) - 1 if is_shifted else 0)
+    n_rows, n_chunks = rows.numel() // n_cols, triton.cdiv(n_lanes, chunks.BLOCK_N)
     words = torch.zeros(n_rows * n_chunks, dtype=torch.int64, device=rows.device)
 
     def launch(n_groups: int, **options) -> None:
@@ -256,6 +294,7 @@ def _launch(
             rows.shape[-2] if is_causal else 1,
             n_chunks,
             IS_CAUSAL=is_causal,
+            SHIFTED=is_shifted,
             BLOCK_N=chunks.BLOCK_N,
             MERGE=max(32 * chunks.num_warps, MERGED_AT_ONCE),
             num_warps=chunks.num_warps,

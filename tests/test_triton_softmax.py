@@ -47,7 +47,11 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
     y = torch.full((1, 4), 7.0, device=device)
     with launching_on(x.device):
         triton_softmax._softmax_fwd_kernel[(1,)](
-            x, y, (1,), (2,), (4,), 1, 1, 1, 2, 1, IS_CAUSAL=False, BLOCK_M=1, BLOCK_N=4
+            *(x, y, (1,), (2,), (4,), 1, 1, 1, 2, 1),
+            IS_CAUSAL=False,
+            SHIFTED=False,
+            BLOCK_M=1,
+            BLOCK_N=4,
         )
     assert y[0, :2].tolist() == pytest.approx([0.9999546, 0.0000454], abs=1e-7)
     assert y[0, 2:].tolist() == [7.0, 7.0]  # lanes past the row are not written
@@ -56,7 +60,7 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
 @triton.jit
 def _padded_softmax_kernel(x_ptr, y_ptr, N, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
     cols = tl.arange(0, BLOCK_N)
-    x = triton_rows.load_visible(x_ptr + cols, cols, N, PADDING, False)
+    x = triton_rows.load_visible(x_ptr + cols, cols, 0, N, N, PADDING, False, False)
     p = triton_rows.exp_below(x, tl.max(x, axis=0), True)
     tl.store(y_ptr + cols, p / tl.sum(p, axis=0), mask=cols < N)
 
@@ -213,14 +217,16 @@ signature = {{f"{{t}}_ptr": "*bf16" for t in tensors}} | {{"sizes": ("i32",)}}
 signature |= {{f"{{t}}_strides": ("i32",) for t in tensors}}
 signature |= {{f"{{t}}_step": "constexpr" for t in tensors}}
 signature |= dict(n_rows="i32", n_cols="i32", Sq="i32")
-signature |= dict(IS_CAUSAL="constexpr", BLOCK_M="constexpr", BLOCK_N="constexpr")
+signature |= dict.fromkeys(["IS_CAUSAL", "SHIFTED", "BLOCK_M", "BLOCK_N"], "constexpr")
 assert list(signature) == kernel.arg_names, kernel.arg_names
 names = list(signature)
-aligned = [(names.index(n),) for n in [f"{{t}}_ptr" for t in tensors] + ["n_cols"]]
-aligned += [(names.index(f"{{t}}_strides"), 0) for t in tensors]
-for is_causal in (False, True):
+for is_causal, is_shifted in ((False, False), (True, False), (False, True), (True, True)):
+    aligned = []
+    if not is_shifted:
+        aligned += [(names.index(n),) for n in [f"{{t}}_ptr" for t in tensors] + ["n_cols"]]
+        aligned += [(names.index(f"{{t}}_strides"), 0) for t in tensors]
     constants = {{f"{{t}}_step": 1 for t in tensors}}
-    constants |= dict(IS_CAUSAL=is_causal, BLOCK_M=1, BLOCK_N=4096)
+    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, BLOCK_M=1, BLOCK_N=4096)
     source = ASTSource(
         kernel, signature, constants, {{path: [["tt.divisibility", 16]] for path in aligned}}
     )
@@ -231,7 +237,7 @@ for is_causal in (False, True):
 
 
 @pytest.mark.parametrize(("which", "tensors"), [("fwd", ["x", "y"]), ("bwd", ["y", "dy", "dx"])])
-def test_aligned_rows_are_loaded_and_stored_16_bytes_at_a_time(tmp_path, which, tensors):
+def test_rows_are_loaded_and_stored_16_bytes_at_a_time(tmp_path, which, tensors):
     # In a process of its own: this one may have Triton's interpreter in place of its compiler.
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     script = COMPILE.format(which=which, tensors=tensors)
@@ -242,4 +248,4 @@ def test_aligned_rows_are_loaded_and_stored_16_bytes_at_a_time(tmp_path, which, 
     assert done.returncode == 0, done.stderr
     # 4096 bfloat16 over 128 threads: 4 vectors of 8 a thread for each tensor.
     loads = 4 * (len(tensors) - 1)
-    assert done.stdout.split() == [str(loads), "4"] * 2
+    assert done.stdout.split() == [str(loads), "4"] * 4

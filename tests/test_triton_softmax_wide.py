@@ -77,7 +77,7 @@ def test_a_program_holds_every_chunk_in_turn(device):
     y = torch.full_like(x, 7.0)
     words = torch.zeros(5 * 3, dtype=torch.int64, device=device)
     arguments = (x, y, words, (5,), (40,), (40,), 1, 1, 5, 40, 1, 3)
-    constants = {"IS_CAUSAL": False, "BLOCK_N": 16, "MERGE": 32, "num_warps": 1}
+    constants = {"IS_CAUSAL": False, "SHIFTED": False, "BLOCK_N": 16, "MERGE": 32, "num_warps": 1}
     with launching_on(x.device):
         for publish in (True, False):
             wide._wide_fwd_kernel[(2 * 3,)](
