@@ -284,9 +284,9 @@ def run(config: SoftmaxBenchConfig) -> int:
     for case in tqdm(cases, unit="case", disable=None):
         for kernel in kernels:
             rows += [row | about for row in measure_kernel(kernel, case, config.budget_ms)]
+        common.write_csv(csv_path, rows)  # what is measured is kept, whatever comes after
     for title, header, lines in softmax_report.tables(rows):
         print(f"\n{title}\n{common.format_table(header, lines)}")
-    common.write_csv(csv_path, rows)
     softmax_report.plot(csv_path, png_path)
     print(f"\nwrote {csv_path} and {png_path}")
     return EXIT_PARITY_FAILED if _report_failures(rows) else 0
