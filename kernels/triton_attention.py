@@ -17,6 +17,11 @@ Layout: q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D], any strides, read in place; 
 bfloat16, D from 1 to 256. Products of float32 are IEEE float32; those of 16-bit inputs are made in
 their dtype and summed in float32. In Triton's interpreter 16-bit inputs are computed in float32 and
 rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
+
+On a Hopper GPU (compute capability 9.0), with Triton 3.6 or 3.9, 16-bit inputs with a head dim of
+128 go to kernels of their own, triton_attention_hopper.py and triton_attention_bwd_hopper.py:
+`hopper_takes` says which exactly. They compute the same and are faster there; everything else runs
+on what stands here.
 """
 
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
@@ -31,6 +36,7 @@ from minitx.kernels.triton_attention_bwd import launch_bwd
 from minitx.kernels.triton_attention_tiles import (
     fwd_tiles,
     heads_per_wave,
+    hopper_takes,
     is_exact,
     is_wide,
     padded_head_dim,
@@ -167,6 +173,12 @@ def _fwd(
     out, lse = empty_outputs(q)
     if q.numel() == 0:
         return out, lse
+    if hopper_takes(scale, q, k, v, out):
+        from minitx.kernels.triton_attention_hopper import launch_fwd_hopper
+
+        with launching_on(q.device):
+            launch_fwd_hopper(q, k, v, out, lse, is_causal, scale)
+        return out, lse
     BLOCK_M, BLOCK_N, num_warps, num_stages = fwd_tiles(q, k)
     with launching_on(q.device):
         attention_fwd[(-(-Sq // BLOCK_M) * B * Hq,)](
@@ -219,6 +231,12 @@ def _bwd(
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
     grads = empty_grads(q, k, v, needs)
+    if all(needs) and hopper_takes(scale, q, k, v, out, dout, *grads):
+        from minitx.kernels.triton_attention_bwd_hopper import launch_bwd_hopper
+
+        with launching_on(q.device):
+            launch_bwd_hopper(dout, dlse, q, k, v, out, lse, is_causal, scale, *grads)
+        return grads
     wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     with launching_on(q.device):
         launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *wanted)

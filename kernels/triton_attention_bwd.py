@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.triton_attention_tiles import (
+    bwd_rows,
     dkdv_tiles,
     dq_tiles,
     heads_per_wave,
@@ -309,11 +310,7 @@ def launch_bwd(
     }
     if dq is None and dk is None and dv is None:
         return
-    # Two floats a query for the second kernel. Rows start 64 bytes apart, and a last tile may read
-    # BLOCK_M floats from anywhere in them.
-    pitch = -(-Sq // 16) * 16
-    rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
-    exponent, delta = rows, rows[B * Hq * pitch :]
+    exponent, delta, pitch = bwd_rows(q)
     if q.numel() > 0:
         BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
         dq_out = q if dq is None else dq

@@ -12,6 +12,9 @@ import triton
 
 from minitx.kernels.triton_runtime import IS_INTERPRETED
 
+# Gluon, in which the kernels for Hopper are written, differs from version to version: these are the
+# ones that they compile with.
+GLUON_RELEASES = ("3.6", "3.9")
 L2_BYTES = 24 * 2**20  # what heads in flight may take of it: half of an H100's
 
 
@@ -66,6 +69,63 @@ def heads_per_wave(head_bytes: int, group: int = 1) -> int:
     """How many heads go at a time, in whole groups, where a group reads head_bytes over and over:
     as many as leave half of a large L2 cache to the rest."""
     return max(1, L2_BYTES // max(1, head_bytes)) * group
+
+
+@functools.cache
+def has_hopper_kernels(device_index: int) -> bool:
+    """Whether this is a Hopper GPU, and a Triton that the kernels for it are written for."""
+    release = ".".join(triton.__version__.split(".")[:2])
+    return (
+        release in GLUON_RELEASES
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device_index) == (9, 0)
+    )
+
+
+def hopper_takes(scale: float, q: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the kernels for Hopper alone can take these tensors, q [B, Hq, Sq, D] and all others
+    that they read or write in rows of D; and they are the faster ones wherever they can.
+
+    They are made for 16-bit inputs, a head dim of 128 and a scale that is a normal float32 above 0.
+    Decoding stays with tiles of 16 queries; theirs have 128.
+    """
+    return (
+        q.shape[3] == 128
+        and q.shape[2] > 16
+        and q.dtype != torch.float32
+        and 2.0**-120 <= scale <= 2.0**120
+        and not IS_INTERPRETED
+        and has_hopper_kernels(q.device.index)
+        and _tma_reads(q)
+        and all(_tma_reads(t) for t in others)
+    )
+
+
+def _tma_reads(t: torch.Tensor) -> bool:
+    """Whether TMA can read t [B, H, S, D] of 16 bits: it starts at a multiple of 16 bytes, and its
+    strides are multiples of that too (not 0, as of an expanded tensor), under 2^40 bytes, and 1 in
+    the last dim. And 32 bits must hold the offsets within a tile: see `is_wide`."""
+    b, h, s, d = t.stride()
+    return (
+        d == 1
+        and (b | h | s) % 8 == 0  # each of them is
+        and min(b, h, s) > 0
+        and max(b, h) < 2**39
+        and s < 2**22
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+    )
+
+
+def bwd_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(exponent, delta, pitch): room for two floats a query, [B, Hq, pitch], that the first kernel
+    of a backward leaves the second. Rows start 64 bytes apart, and a last tile may read BLOCK_M
+    floats from anywhere in them.
+    """
+    B, Hq, Sq, _ = q.shape
+    pitch = -(-Sq // 16) * 16
+    rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
+    return rows, rows[B * Hq * pitch :], pitch
 
 
 def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:

@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=0 python tests/compile_triton_attention.py [bf16|fp16|fp32] [head dim]
 
-A line a kernel: its name, shared memory in bytes, and how many wgmma instructions it has.
+A line a kernel: its name, shared memory in bytes, and how many wgmma instructions it has. With 16
+bits and head dim 128 the kernels for Hopper alone are among them.
 """
 
 import sys
@@ -20,8 +21,41 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALIGNED = [["tt.divisibility", 16]]
 
 
-def compile_kernel(kernel, tiles, dtype: str, D: int):
-    """The kernel for contiguous tensors [B, H, S, D] of dtype, causal, with every gradient."""
+def compile_kernel(
+    kernel, dtype: str, D: int, options: dict, *, constants: dict, rows: dict, source=ASTSource
+):
+    """The kernel for contiguous tensors [B, H, S, D] of dtype.
+
+    constants: its constexpr arguments and their values; rows: of each TMA descriptor, the rows it
+    reads at a time, and the layout they get.
+    """
+    float32 = ("lse_ptr", "dlse_ptr", "exponent_ptr", "delta_ptr")
+    signature, constexprs, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], constexprs[(i,)] = "constexpr", constants[name]
+        elif name in rows:
+            n_rows, layout = rows[name]
+            signature[name] = f"tensordesc<{dtype}[1, 1, {n_rows}, {D}],{layout!r}>"
+        elif name.endswith("_ptr"):
+            signature[name] = "*fp32" if name in float32 else f"*{dtype}"
+            attributes[(i,)] = ALIGNED
+        elif name == "dlse_strides":
+            signature[name] = ("i32", "i32", "i32")
+        elif name.endswith("_strides"):
+            signature[name], constexprs[(i, 3)] = ("i32", "i32", "i32", "constexpr"), 1
+            attributes |= {(i, dim): ALIGNED for dim in range(3)} if D % 16 == 0 else {}
+        else:
+            signature[name] = "fp32" if name.endswith("scale") else "i32"
+    return triton_compile(
+        source(kernel, signature, constexprs, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options=options,
+    )
+
+
+def compile_portable(kernel, tiles, dtype: str, D: int):
+    """A kernel for any GPU, causal, with every gradient."""
     constants = {
         "D": D,
         "HEAD_DIM": padded_head_dim(D),
@@ -37,28 +71,43 @@ def compile_kernel(kernel, tiles, dtype: str, D: int):
         "BLOCK_M": tiles.BLOCK_M,
         "BLOCK_N": tiles.BLOCK_N,
     }
-    float32 = ("lse_ptr", "dlse_ptr", "exponent_ptr", "delta_ptr")
-    signature, constexprs, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], constexprs[(i,)] = "constexpr", constants[name]
-        elif name.endswith("_ptr"):
-            signature[name] = "*fp32" if name in float32 else f"*{dtype}"
-            attributes[(i,)] = ALIGNED
-        elif name == "dlse_strides":
-            signature[name] = ("i32", "i32", "i32")
-        elif name.endswith("_strides"):
-            signature[name], constexprs[(i, 3)] = ("i32", "i32", "i32", "constexpr"), 1
-            attributes |= {(i, dim): ALIGNED for dim in range(3)} if D % 16 == 0 else {}
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
     options = {
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         "enable_fp_fusion": dtype != "fp32",
     }
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_kernel(kernel, dtype, D, options, constants=constants, rows={})
+
+
+def compile_hopper(dtype: str) -> list:
+    """The kernels for Hopper alone, causal, with every gradient."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from minitx.kernels.triton_attention_bwd_hopper import (
+        attention_bwd_dkdv_hopper,
+        attention_bwd_dq_hopper,
+    )
+    from minitx.kernels.triton_attention_hopper import attention_fwd_hopper
+    from minitx.kernels.triton_hopper_tiles import TILE_LAYOUT
+
+    rows = {
+        attention_fwd_hopper: (64, None, 128, 128),
+        attention_bwd_dq_hopper: (64, 64, 128, 128),
+        attention_bwd_dkdv_hopper: (64, 64, 64, 64),
+    }
+    names = ("q_desc", "dout_desc", "k_desc", "v_desc")
+    return [
+        compile_kernel(
+            kernel,
+            dtype,
+            128,
+            {"num_warps": 4},
+            constants={"IS_CAUSAL": True, "HAS_DLSE": True, "GROUP": 1},
+            rows={name: (n, TILE_LAYOUT) for name, n in zip(names, n_rows, strict=True)},
+            source=GluonASTSource,
+        )
+        for kernel, n_rows in rows.items()
+    ]
 
 
 def main(dtype: str = "bf16", D: str = "64") -> None:
@@ -67,14 +116,19 @@ def main(dtype: str = "bf16", D: str = "64") -> None:
     x = SimpleNamespace(
         shape=(1, 1, 1024, int(D)), dtype=DTYPES[dtype], device=torch.device("cuda", 0)
     )
-    for kernel, choose in (
-        (triton_attention.attention_fwd, triton_attention.fwd_tiles),
-        (triton_attention_bwd.attention_bwd_dq, triton_attention_bwd.dq_tiles),
-        (triton_attention_bwd.attention_bwd_dkdv, triton_attention_bwd.dkdv_tiles),
-    ):
-        compiled = compile_kernel(kernel, choose(x, x), dtype, int(D))
-        wgmma = compiled.asm["ptx"].count("wgmma.mma_async")
-        print(kernel.__name__, compiled.metadata.shared, wgmma)
+    compiled = [
+        compile_portable(kernel, choose(x, x), dtype, int(D))
+        for kernel, choose in (
+            (triton_attention.attention_fwd, triton_attention.fwd_tiles),
+            (triton_attention_bwd.attention_bwd_dq, triton_attention_bwd.dq_tiles),
+            (triton_attention_bwd.attention_bwd_dkdv, triton_attention_bwd.dkdv_tiles),
+        )
+    ]
+    if dtype != "fp32" and D == "128":
+        compiled += compile_hopper(dtype)
+    for kernel in compiled:
+        wgmma = kernel.asm["ptx"].count("wgmma.mma_async")
+        print(kernel.metadata.name, kernel.metadata.shared, wgmma)
 
 
 if __name__ == "__main__":
