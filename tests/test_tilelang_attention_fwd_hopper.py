@@ -166,10 +166,12 @@ def test_scales(scale, is_causal):
 @pytest.mark.parametrize("scale", [0.18, -0.18])
 def test_maxima_that_become_huge_from_tile_to_tile(scale):
     # Four tiles of keys whose scores are far apart, on both sides of where another factor is taken.
-    steps = torch.tensor([-(2.0**40), -1.0, 2.0**20, 2.0**33]) * math.copysign(1, scale)
+    # No powers of two: their products with the scale would be exact.
+    steps = torch.tensor([-(1.3 * 2.0**50), -1.3, 1.3 * 2.0**20, 1.3 * 2.0**45])
+    steps *= math.copysign(1, scale)
     v = torch.randn(1, 1, 512, 64, generator=torch.Generator().manual_seed(0)).to("cuda", BF16)
     q = torch.zeros(1, 1, 200, 64, device="cuda", dtype=BF16)
-    q[..., 0] = 1
+    q[..., 0] = torch.linspace(1, 2, 200)
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 0, 2, 0]):
         k = torch.zeros_like(v)
         k[0, 0, :, 0] = steps[order].to("cuda").repeat_interleave(128)
