@@ -13,13 +13,13 @@ programs of a row are a group, and groups walk over the rows:
     group 1   chunk 0, 1, 2, ...    rows 1, n_groups + 1, ...
 
 Programs that wait for one another must all be running. So the grid is no larger than what the GPU
-holds at once (at most MAX_REGISTERS a thread make sure of PROGRAMS_PER_SM), and it is launched as a
-cooperative grid: the GPU starts all of it or none, whatever else is running. Within a group every
+holds at once (a limit of registers a thread makes sure of `programs_per_sm`), and it is launched as
+a cooperative grid: the GPU starts all of it or none, whatever else is running. Within a group every
 program takes the rows in the same order and publishes before it waits, so no one waits for ever.
 
-Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 2.7 million in the
-backward), and in Triton's interpreter, whose programs run one after the other, the same kernel is
-launched twice: first to publish, then to merge and write. Then memory is read twice.
+Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 2.7 million in
+float32's backward), and in Triton's interpreter, whose programs run one after the other, the same
+kernel is launched twice: first to publish, then to merge and write. Then memory is read twice.
 
 A partial result is two float32 in one 64-bit word, so it is seen whole or not at all, and no fence
 is needed. 0 means not there yet, and is not the word of any partial result: s_c of 0 goes with an

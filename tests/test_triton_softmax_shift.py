@@ -45,6 +45,7 @@ def within(values, pitch, offset, filler):
     [
         (101, 101, 0, torch.float32),  # each row's shift is another
         (101, 103, 3, torch.float32),
+        (101, 103, 3, torch.float16),
         (32, 37, 1, torch.bfloat16),  # as many columns as a chunk has lanes
         (55, 56, 5, torch.bfloat16),  # one shift for all rows, both edges
         (50, 64, 0, torch.float16),  # no shift, a right edge
