@@ -109,9 +109,9 @@ def _tma_reads(t: torch.Tensor) -> bool:
     return (
         d == 1
         and (b | h | s) % 8 == 0  # each of them is
-        and min(b, h, s) > 0
-        and max(b, h) < 2**39
-        and s < 2**22
+        and 0 < b < 2**39
+        and 0 < h < 2**39
+        and 0 < s < 2**22
         and t.data_ptr() % 16 == 0
         and t.numel() > 0
     )

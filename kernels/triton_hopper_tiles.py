@@ -37,9 +37,7 @@ TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 
 def descriptor(t: torch.Tensor, n_rows: int) -> TensorDescriptor:
     """How TMA reads n_rows rows of one head of t [B, H, S, 128] at a time, and 0 past the S."""
-    return TensorDescriptor(
-        t, list(t.shape), list(t.stride()), [1, 1, n_rows, HEAD_DIM.value], TILE_LAYOUT
-    )
+    return TensorDescriptor(t, t.shape, t.stride(), [1, 1, n_rows, 128], TILE_LAYOUT)
 
 
 @gluon.constexpr_function

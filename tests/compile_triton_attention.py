@@ -1,9 +1,10 @@
 """Compiles the Triton attention for a Hopper GPU, on any machine, and prints what its kernels take.
 
     TRITON_INTERPRET=0 python tests/compile_triton_attention.py [bf16|fp16|fp32] [head dim]
+    TRITON_INTERPRET=0 python tests/compile_triton_attention.py [bf16|fp16] hopper
 
-A line a kernel: its name, shared memory in bytes, and how many wgmma instructions it has. With 16
-bits and head dim 128 the kernels for Hopper alone are among them.
+A line a kernel: its name, shared memory in bytes, and how many wgmma instructions it has. The
+second compiles the kernels for Hopper alone, which have a head dim of 128.
 """
 
 import sys
@@ -110,23 +111,23 @@ def compile_hopper(dtype: str) -> list:
     ]
 
 
-def main(dtype: str = "bf16", D: str = "64") -> None:
+def compile_all(dtype: str, D: int) -> list:
+    """The kernels for any GPU."""
     triton_attention_tiles.has_large_tiles = lambda device_index: True
     # What the choice of tiles looks at, without a GPU.
-    x = SimpleNamespace(
-        shape=(1, 1, 1024, int(D)), dtype=DTYPES[dtype], device=torch.device("cuda", 0)
-    )
-    compiled = [
-        compile_portable(kernel, choose(x, x), dtype, int(D))
+    x = SimpleNamespace(shape=(1, 1, 1024, D), dtype=DTYPES[dtype], device=torch.device("cuda", 0))
+    return [
+        compile_portable(kernel, choose(x, x), dtype, D)
         for kernel, choose in (
             (triton_attention.attention_fwd, triton_attention.fwd_tiles),
             (triton_attention_bwd.attention_bwd_dq, triton_attention_bwd.dq_tiles),
             (triton_attention_bwd.attention_bwd_dkdv, triton_attention_bwd.dkdv_tiles),
         )
     ]
-    if dtype != "fp32" and D == "128":
-        compiled += compile_hopper(dtype)
-    for kernel in compiled:
+
+
+def main(dtype: str = "bf16", D: str = "64") -> None:
+    for kernel in compile_hopper(dtype) if D == "hopper" else compile_all(dtype, int(D)):
         wgmma = kernel.asm["ptx"].count("wgmma.mma_async")
         print(kernel.metadata.name, kernel.metadata.shared, wgmma)
 

@@ -1,0 +1,554 @@
+"""The Triton attention's own kernels for Hopper: when they run, and that they are right.
+
+They run where `hopper_takes` says so: 16-bit inputs, head dim 128. Their tiles are 128 queries by
+128 keys, and 128 keys by 64 queries, of which a warpgroup has 64 rows: lengths here cross those.
+Whatever they do not take must run on the portable kernels, and be right too.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitx.kernels import attention, supports
+from minitx.testing import check_attention, make_qkv, run_attention
+
+_probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+_support = supports("triton", _probe, _probe, _probe)
+if not _support.ok:
+    pytest.skip(_support.reason, allow_module_level=True)
+
+from minitx.kernels import triton_attention, triton_attention_tiles  # noqa: E402
+from minitx.kernels.triton_attention_tiles import (  # noqa: E402
+    GLUON_RELEASES,
+    has_hopper_kernels,
+    hopper_takes,
+)
+from minitx.kernels.triton_runtime import IS_INTERPRETED  # noqa: E402
+
+INF, NAN = math.inf, math.nan
+D = 128
+NAMES = ("out", "lse", "dq", "dk", "dv")
+BOTH = ["launch_fwd_hopper", "launch_bwd_hopper"]
+
+on_hopper = pytest.mark.skipif(
+    IS_INTERPRETED or not has_hopper_kernels(0), reason="needs a Hopper GPU"
+)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+causal_or_not = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was launched of the kernels for Hopper."""
+    from minitx.kernels import triton_attention_bwd_hopper, triton_attention_hopper
+
+    seen = []
+
+    def record(module, name: str) -> None:
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (seen.append(name), launch(*args)))
+
+    record(triton_attention_hopper, "launch_fwd_hopper")
+    record(triton_attention_bwd_hopper, "launch_bwd_hopper")
+    return seen
+
+
+def constant(value: float, S: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full((1, 1, S, D), value, dtype=dtype, device="cuda")
+
+
+# The choice, on any machine
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention_tiles, "IS_INTERPRETED", False)
+    monkeypatch.setattr(triton_attention_tiles, "has_hopper_kernels", lambda device_index: True)
+
+
+def test_what_they_take(as_on_hopper):
+    x = torch.empty(2, 4, 32, D, dtype=torch.bfloat16)
+    wide = torch.empty(2, 4, 32, D + 8, dtype=torch.bfloat16)
+    fused = torch.empty(2, 32, 3 * 4, D, dtype=torch.bfloat16).transpose(1, 2)
+    for good in (x, x.half(), fused, fused[:, 4:8], wide[..., :D], wide[..., 8:], x[:, :, 3:]):
+        assert hopper_takes(0.1, good)
+        assert hopper_takes(0.1, x, good)
+    odd = torch.empty(2, 4, 32, D + 4, dtype=torch.bfloat16)
+    far = torch.empty(1, 1, 32, 2**22, dtype=x.dtype)[..., :D]
+    for bad in (
+        x.float(),
+        x[..., :64],  # another head dim
+        x[:, :, :16],  # so few queries that most of a tile would be empty
+        odd[..., :D],  # rows at multiples of 8 bytes
+        torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x),  # an odd start
+        x.transpose(2, 3).contiguous().transpose(2, 3),  # columns that lie apart
+        x[:1].expand(2, -1, -1, -1),  # one batch read twice
+        x[:0],
+        far,  # offsets beyond 32 bits
+    ):
+        assert not hopper_takes(0.1, bad)
+    assert not hopper_takes(0.1, x, x[:, :, :0])  # no keys
+    assert not hopper_takes(0.1, x, x, odd[..., :D])
+    assert not any(hopper_takes(scale, x) for scale in (0.0, -0.1, 1e-40, 1e300))
+
+
+def test_where_they_run(monkeypatch):
+    ask = has_hopper_kernels.__wrapped__
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, release, expected in (
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.9.1", True),
+        ((9, 0), "3.60.0", False),
+        ((9, 0), "4.0.0", False),
+        ((8, 0), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i, c=capability: c)
+        monkeypatch.setattr(triton_attention_tiles.triton, "__version__", release)
+        assert ask(0) == expected
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="about the interpreter")
+def test_the_interpreter_imports_nothing_of_them():
+    script = (
+        "import sys, torch, minitx.kernels as kernels\n"
+        "q = torch.zeros(1, 1, 20, 128, dtype=torch.float16)\n"
+        "kernels.attention(q.requires_grad_(), q, q, kernel='triton').sum().backward()\n"
+        "print([m for m in sys.modules if m.startswith('minitx') and 'hopper' in m])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+    assert run.stdout.decode().strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_INTERPRETED, reason="where there is a GPU it is compiled for it anyway")
+def test_they_compile_where_there_is_no_hopper():
+    triton = triton_attention.triton
+    if not triton.__version__.startswith(GLUON_RELEASES):
+        pytest.skip("not written for this version of Triton")
+    script = Path(__file__).with_name("compile_triton_attention.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, script, "bf16", "hopper"], env=env, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+    lines = [line.split() for line in run.stdout.decode().splitlines()]
+    assert len(lines) == 3
+    for name, shared, wgmma in lines:
+        assert int(shared) <= 227 * 1024, name
+        assert int(wgmma) > 0, name
+
+
+# Values
+
+# (B, Hq, Hkv, Sq, Skv) and what it is there to catch
+SHAPES = [
+    pytest.param(2, 3, 3, 256, 256, id="whole-tiles"),
+    pytest.param(1, 4, 2, 300, 300, id="ragged-gqa"),
+    pytest.param(1, 4, 1, 129, 1000, id="more-keys"),  # bulk, diagonal and ragged end apart
+    pytest.param(2, 2, 2, 700, 333, id="more-queries"),  # blocks of rows without keys
+    pytest.param(1, 2, 1, 17, 40, id="one-warpgroup"),  # the other has no query and no key
+    pytest.param(1, 2, 2, 193, 65, id="just-past-a-tile"),
+    pytest.param(1, 2, 2, 64, 1, id="one-key"),
+    pytest.param(1, 6, 2, 1500, 1500, id="many-tiles"),  # rings go round
+]
+
+
+@pytest.mark.contract("shapes and grouped heads", "dtypes", "lse", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@each_dtype
+@causal_or_not
+@pytest.mark.parametrize(("B", "Hq", "Hkv", "Sq", "Skv"), SHAPES)
+def test_out_lse_and_gradients(launches, B, Hq, Hkv, Sq, Skv, is_causal, dtype):
+    q, k, v = make_qkv(B, Hq, Hkv, Sq, Skv, D, dtype=dtype, device="cuda")
+    for with_dlse in (False, True):
+        result = check_attention("triton", q, k, v, is_causal=is_causal, with_dlse=with_dlse)
+    assert launches == BOTH * 2
+    n_empty = max(0, Sq - Skv) if is_causal else 0
+    assert not result.out[:, :, :n_empty].any()
+    assert not result.dq[:, :, :n_empty].any()
+    assert (result.lse[:, :, :n_empty] == -INF).all()
+
+
+@pytest.mark.contract("strides", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [("bshd", BOTH), ("qkv", BOTH), ("offset", []), ("step2", []), ("expanded", [])],
+)
+def test_layouts(launches, layout, expected):
+    plain = "bhsd" if layout == "expanded" else layout
+    q, k, v = make_qkv(2, 4, 4, 200, 200, D, dtype=torch.bfloat16, device="cuda", layout=plain)
+    if layout == "expanded":
+        k, v = (t[:1, :1].expand(2, 4, -1, -1) for t in (k, v))
+    result = check_attention("triton", q, k, v, is_causal=True)
+    assert launches == expected
+    if expected:
+        assert result.dq.stride() == torch.empty_like(q).stride()
+
+
+@pytest.mark.contract("strides", "gradients", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_dout_and_dlse_of_any_strides(launches):
+    q, k, v = (
+        t.requires_grad_() for t in make_qkv(2, 4, 2, 200, 300, D, device="cuda", dtype=torch.half)
+    )
+    out, lse = attention(q, k, v, kernel="triton", return_lse=True)
+    for dout, dlse, expected in (
+        (torch.randn(2, 200, 4, D, device="cuda").half().transpose(1, 2), None, BOTH[1:]),
+        (torch.randn(2, 4, 200, 1, device="cuda").half().expand_as(out), None, []),
+        (
+            torch.randn_like(out),
+            torch.randn(200, 1, 2, device="cuda").T.expand(4, 2, 200),
+            BOTH[1:],
+        ),
+    ):
+        launches.clear()
+        dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(0, 1)
+        grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+        assert launches == expected
+        same = (dout.contiguous(), dlse.contiguous())
+        wanted = torch.autograd.grad((out, lse), (q, k, v), same, retain_graph=True)
+        for grad, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad, want, rtol=0, atol=4e-3)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_only_the_gradients_asked_for(launches):
+    inputs = make_qkv(1, 4, 2, 200, 200, D, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn_like(inputs[0])
+    full = run_attention("triton", *inputs, dout, is_causal=True)
+    for i, name in enumerate(("dq", "dk", "dv")):
+        leaves = [t.clone().requires_grad_(i == n) for n, t in enumerate(inputs)]
+        (grad,) = torch.autograd.grad(attention(*leaves, kernel="triton"), leaves[i], dout)
+        torch.testing.assert_close(grad, getattr(full, name), rtol=2e-2, atol=2e-2)
+    assert launches == BOTH + BOTH[:1] * 3
+
+
+@pytest.mark.contract("scale", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scale", [1.7, 1e-30, 0.0, -0.3])
+def test_any_scale(launches, scale):
+    q, k, v = make_qkv(1, 4, 2, 200, 270, D, device="cuda", dtype=torch.bfloat16)
+    check_attention("triton", q, k, v, is_causal=True, scale=scale)
+    assert launches == (BOTH if scale > 0 else [])
+
+
+# Extremes
+
+
+@pytest.mark.contract("NaN, inf and huge logits", "lse", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_huge_equal_logits_of_any_size(launches):
+    # Head after head from 2^17 to 2^125: a product's rounding must not reach the exponent.
+    size = 2.0 ** torch.arange(5, 60, device="cuda").view(1, -1, 1, 1)
+    q, k = (size.expand(1, -1, 300, D).bfloat16().requires_grad_() for _ in range(2))
+    v = torch.randn(1, 55, 300, D, device="cuda").bfloat16().requires_grad_()
+    q, k = (t.detach().contiguous().requires_grad_() for t in (q, k))
+    out, lse = attention(q, k, v, is_causal=False, scale=0.7, kernel="triton", return_lse=True)
+    mean = v.float().mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.float(), mean, rtol=1e-2, atol=1e-3)
+    expected = (0.7 * D * size.double() ** 2 + math.log(300)).float().squeeze(3).expand_as(lse)
+    torch.testing.assert_close(lse, expected, rtol=1e-6, atol=0)
+    out.backward(torch.ones_like(out))
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+    assert launches == BOTH
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_huge_equal_logits_under_the_causal_rule(launches):
+    q, k = (constant(133120.0, 300).requires_grad_() for _ in range(2))  # logits of 2e11
+    v = (torch.arange(300, device="cuda") % 2).view(1, 1, 300, 1).expand(1, 1, 300, D)
+    v = v.bfloat16().contiguous().requires_grad_()
+    out = attention(q, k, v, kernel="triton")
+    mean = (v.float().cumsum(2) / torch.arange(1, 301, device="cuda").view(-1, 1)).bfloat16()
+    torch.testing.assert_close(out, mean, rtol=2**-7, atol=0)
+    out.backward(torch.ones_like(out))
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+    assert launches == BOTH
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_maximum_that_grows_by_hundreds_from_tile_to_tile(launches, reverse):
+    # Rescaling by 2^-hundreds in one direction, and in the other by 1, in either order of tiles.
+    steps = torch.tensor([-600.0, -300.0, 0.0, 300.0], device="cuda")
+    column = (steps.flip(0) if reverse else steps).repeat_interleave(128)
+    q, k = torch.zeros(1, 1, 200, D, device="cuda"), torch.zeros(1, 1, 512, D, device="cuda")
+    q[..., 0], k[..., 0] = 1.0, column
+    v = torch.randn(1, 1, 512, D, device="cuda").bfloat16()
+    out, lse = attention(
+        q.bfloat16(), k.bfloat16(), v, is_causal=False, scale=1.0, kernel="triton", return_lse=True
+    )
+    mean = v.float()[:, :, column == 300.0].mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.float(), mean, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(lse, torch.full_like(lse, 300 + math.log(128)))
+    assert launches == BOTH[:1]
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("j", [0, 127, 128, 300, 511, 519])
+def test_one_finite_logit_among_tiles_of_minus_infinity(launches, j):
+    # Whole tiles of -inf before it and after it: -inf - -inf must not be taken.
+    q, k = constant(1.0, 200), constant(-INF, 520)
+    v = torch.randn(1, 1, 520, D, device="cuda").bfloat16()
+    k[:, :, j] = 10 / D
+    out, lse = attention(q, k, v, is_causal=False, scale=1.0, kernel="triton", return_lse=True)
+    assert torch.equal(out, v[:, :, j : j + 1].expand_as(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, 10.0))
+    assert launches == BOTH[:1]
+
+
+@pytest.mark.contract("empty rows", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_logits_of_minus_infinity_alone_are_an_empty_row(launches):
+    q, k = constant(1.0, 200).requires_grad_(), constant(-INF, 300).requires_grad_()
+    v = torch.randn(1, 1, 300, D, device="cuda").bfloat16().requires_grad_()
+    out, lse = attention(q, k, v, is_causal=False, kernel="triton", return_lse=True)
+    assert not out.any()
+    assert (lse == -INF).all()
+    out.backward(torch.ones_like(out))
+    assert not v.grad.any()
+    assert launches == BOTH
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_logits_far_below_any_finite_start_of_the_maximum(launches):
+    q, k = constant(1000.0, 20), torch.cat([constant(-12.5, 1), constant(-12.625, 1)], 2)
+    v = torch.cat([constant(1.0, 1), constant(2.0, 1)], 2)
+    out, lse = attention(q, k, v, is_causal=False, scale=1.0, kernel="triton", return_lse=True)
+    assert (out == 1.0).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, -1.6e6), rtol=1e-6, atol=0)
+    assert launches == BOTH[:1]
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_float16_scores_may_exceed_float16(launches):
+    q, k = constant(40.0, 20, torch.half), constant(40.0, 2, torch.half)  # q k^T is 204800
+    v = torch.cat([constant(0.0, 1, torch.half), constant(1.0, 1, torch.half)], 2)
+    out = attention(q, k, v, is_causal=False, kernel="triton")
+    assert (out == 0.5).all()
+    assert launches == BOTH[:1]
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_nan_stays_where_it_is_seen(launches):
+    q, k, v = make_qkv(1, 2, 2, 400, 400, D, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn_like(q)
+    clean = run_attention("triton", q, k, v, dout, is_causal=True)
+    others = [i for i in range(400) if i != 200]
+    row, key = q.clone(), k.clone()
+    row[:, :, 200] = NAN
+    dirty = run_attention("triton", row, k, v, dout, is_causal=True)
+    for name in ("out", "lse", "dq"):
+        assert getattr(dirty, name)[:, :, 200].isnan().all()
+        same = [getattr(result, name)[:, :, others] for result in (dirty, clean)]
+        torch.testing.assert_close(*same)
+    # Keys after 200 were never seen by query 200. (Their dk may be NaN: 0 times q.)
+    assert dirty.dv[:, :, :201].isnan().all()
+    assert dirty.dk[:, :, :201].isnan().all()
+    torch.testing.assert_close(dirty.dv[:, :, 201:], clean.dv[:, :, 201:])
+    key[:, :, 200] = NAN
+    dirty = run_attention("triton", q, key, v, dout, is_causal=True)
+    torch.testing.assert_close(dirty.out[:, :, :200], clean.out[:, :, :200])
+    torch.testing.assert_close(dirty.lse[:, :, :200], clean.lse[:, :, :200])
+    assert dirty.out[:, :, 200:].isnan().all()
+    assert launches == BOTH * 3
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("value", [INF, -INF])
+def test_infinite_logits_are_what_the_reference_says(launches, value):
+    q, k = constant(1.0, 200), constant(1.0, 300)
+    v = torch.randn(1, 1, 300, D, device="cuda").bfloat16()
+    k[:, :, 150] = value
+    out = attention(q, k, v, is_causal=False, kernel="triton")
+    expected = attention(q, k, v, is_causal=False, kernel="reference")
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    assert launches == BOTH[:1]
+
+
+# Memory
+
+
+@pytest.mark.contract("NaN, inf and huge logits", "strides", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@causal_or_not
+def test_memory_past_the_lengths_is_never_seen(launches, is_causal):
+    values = make_qkv(1, 2, 2, 200, 200, D, device="cuda", dtype=torch.bfloat16)
+    values = (*values, torch.randn_like(values[0]))
+    buffers = torch.full((4, 1, 2, 256, D + 8), NAN, device="cuda", dtype=torch.bfloat16)
+    padded = list(buffers[..., :200, :D])
+    for view, value in zip(padded, values, strict=True):
+        view.copy_(value)
+    actual = run_attention("triton", *padded, is_causal=is_causal)
+    expected = run_attention("triton", *values, is_causal=is_causal)
+    for name in NAMES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert launches == BOTH * 2
+
+
+@pytest.mark.contract("determinism", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_same_bits_over_memory_full_of_nan(launches):
+    q, k, v = make_qkv(2, 4, 2, 1000, 1100, D, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn_like(q)
+    first = run_attention("triton", q, k, v, dout, is_causal=True)
+    for _ in range(10):
+        poison = torch.full((64 << 20,), NAN, device="cuda")
+        del poison  # its memory is what the kernels' outputs and buffers are made of
+        again = run_attention("triton", q, k, v, dout, is_causal=True)
+        for name in NAMES:
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+    assert launches == BOTH * 11
+
+
+# Sizes, and PyTorch around them
+
+
+@pytest.mark.contract("sizes", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_more_heads_than_a_grid_has_in_y(launches):
+    q, k = (torch.randn(10923, 6, 20, D, device="cuda", dtype=torch.half) for _ in range(2))
+    v = torch.ones_like(k)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, is_causal=False, kernel="triton")
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-3)
+    out.backward(torch.ones_like(out))
+    torch.testing.assert_close(q.grad, torch.zeros_like(q), rtol=0, atol=2e-2)
+    total = torch.tensor(float(out.numel()), device="cuda")
+    torch.testing.assert_close(v.grad.float().sum(), total, rtol=1e-2, atol=0)
+    assert launches == BOTH
+
+
+@pytest.mark.contract("sizes", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_one_compilation_serves_every_length():
+    from minitx.kernels import triton_attention_bwd_hopper, triton_attention_hopper
+
+    kernels = (
+        triton_attention_hopper.attention_fwd_hopper,
+        triton_attention_bwd_hopper.attention_bwd_dq_hopper,
+        triton_attention_bwd_hopper.attention_bwd_dkdv_hopper,
+    )
+
+    def compiled() -> list[int]:
+        return [sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels]
+
+    def step(S: int) -> None:
+        q, k, v = make_qkv(1, 2, 2, S, S, D, device="cuda", dtype=torch.float16)
+        run_attention("triton", q, k, v, torch.randn_like(q), is_causal=True)
+
+    step(64)
+    before = compiled()
+    assert min(before) > 0
+    for S in (17, 70, 77, 129, 1024):
+        step(S)
+    assert compiled() == before
+
+
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_current_stream(launches):
+    q, k, v = make_qkv(2, 4, 4, 256, 256, D, device="cuda", dtype=torch.half)
+    dout = torch.randn_like(q)
+    expected = run_attention("triton", q, k, v, dout, is_causal=True)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    slow = torch.randn(8192, 8192, device="cuda")
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            slow = slow @ slow  # what is launched on another stream runs before q is there
+        late.copy_(q)
+        actual = run_attention("triton", late, k, v, dout, is_causal=True)
+    torch.cuda.synchronize()
+    for name in NAMES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert launches == BOTH * 2
+
+
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+# PyTorch's word on the leaves of this test, which are made outside of the capturing stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_cuda_graph(launches):
+    q, k, v = make_qkv(2, 4, 2, 256, 256, D, device="cuda", dtype=torch.half)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def step():
+        out = attention(q, k, v, kernel="triton")
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    for actual, expected in zip(captured, step(), strict=True):
+        assert torch.equal(actual, expected)
+    assert launches == BOTH * 3
+
+
+@pytest.mark.contract("torch.compile and opcheck", "torch.func", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+def test_compiled_and_under_vmap(launches):
+    torch._dynamo.reset()
+    q, k, v = make_qkv(3, 4, 2, 200, 200, D, device="cuda", dtype=torch.bfloat16)
+    expected = attention(q, k, v, kernel="triton")
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, kernel="triton"), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q, k, v), expected)
+    each = torch.vmap(lambda *one: attention(*(t[None] for t in one), kernel="triton"))
+    assert torch.equal(each(q, k, v)[:, 0], expected)
+    assert launches == BOTH[:1] * 3
+
+
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="triton")
+@pytest.mark.two_gpus
+@on_hopper
+def test_tensors_of_another_gpu(launches):
+    torch.cuda.set_device(0)
+    q, k, v = make_qkv(1, 4, 2, 130, 130, D, device="cuda:1", dtype=torch.half)
+    check_attention("triton", q, k, v, is_causal=True)
+    assert torch.cuda.current_device() == 0
+    assert launches == BOTH
