@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,9 +59,10 @@ def define_op(
     def call(*inputs):
         if torch.compiler.is_compiling():
             return op(*inputs)
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        _refuse_tangents(name, tensors)
         if torch._C._are_functorch_transforms_active():
             return function.apply(*inputs)
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if not _unobserved(tensors):
             return op(*inputs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -73,6 +75,18 @@ def define_op(
 def _autograd_function(name: str, **members: Callable[..., Any]) -> Any:
     methods = {key: staticmethod(member) for key, member in members.items()}
     return type(name, (torch.autograd.Function,), methods)
+
+
+def _refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:
+    """Raises NotImplementedError for an input of forward-mode differentiation, whose tangent
+    neither an op nor a kernel would carry on: the derivative would come out 0."""
+    if forward_ad._current_level < 0:  # outside of it, which is cheaper to ask than each tensor
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            f"{name} has no forward-mode derivative; use kernel 'eager' or 'reference', or "
+            "reverse mode"
+        )
 
 
 def _unobserved(tensors: list[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.kernels import attention, softmax
@@ -48,6 +49,30 @@ def test_a_tensor_with_its_sign_still_to_change(device):
     assert lazy.is_neg()
     out = attention(lazy, k, v, kernel="triton")
     torch.testing.assert_close(out, attention(q, k, v, kernel="triton"))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of PyTorch's own
+def test_forward_mode_is_refused_and_not_taken_for_zero(device):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=device)
+    x = torch.randn(4, 8, device=device)
+    assert attention(q, k, v, kernel="triton").isfinite().all()
+    with forward_ad.dual_level():
+        # Without a tangent there is nothing to lose.
+        plain = attention(q, k, v, kernel="triton")
+        moving_v = forward_ad.make_dual(v, torch.ones_like(v))
+        moving_x = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative; use kernel"):
+            attention(q, k, moving_v, kernel="triton")
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative; use kernel"):
+            softmax(moving_x, kernel="triton")
+    torch.testing.assert_close(plain, attention(q, k, v, kernel="triton"))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.autograd.functional.jacobian(
+            lambda q: attention(q, k, v, kernel="triton"),
+            q,
+            vectorize=True,
+            strategy="forward-mode",
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
