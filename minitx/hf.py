@@ -53,6 +53,15 @@ GPT2_LAYER = {
     "mlp.proj": ["mlp.c_proj"],
 }
 GPT2_MODEL = {"tok_embd": "wte", "pos_embd": "wpe", "norm": "ln_f", "head": "lm_head"}
+# Settings by the kind of their values.
+MAY_BE_NULL = {"num_key_value_heads", "head_dim", "n_inner"}
+WHOLE_NUMBERS = MAY_BE_NULL | {
+    *("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"),
+    *("max_position_embeddings", "original_max_position_embeddings", "vocab_size"),
+    *("n_layer", "n_head", "n_embd", "n_positions"),
+}
+NUMBERS = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "factor"}
+ROPE_OBJECTS = {"rope_parameters", "rope_scaling"}
 # Masks and frequencies that old versions stored beside the weights.
 NO_WEIGHTS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
@@ -78,12 +87,17 @@ def read_config(folder: Path) -> GPTConfig:
     if not isinstance(name, str) or name not in readers:
         raise CheckpointError(f"{path}: unknown architecture {name}; expected {', '.join(readers)}")
     _require(path, spec, quantization_config=None)
+    _check_kinds(path, spec)
     try:
         return GPTConfig(**readers[name](path, spec))
     except KeyError as error:
         raise CheckpointError(
             f"{path} lacks {error.args[0]}, which {name} needs; download the folder again"
         ) from error
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def load_hf(
@@ -125,6 +139,26 @@ def load_hf(
 
 
 # -- config.json --------------------------------------------------------------------------------
+
+
+def _check_kinds(path: Path, spec: Spec) -> None:
+    """Raises CheckpointError for a value that is no number, or no object, where one is meant."""
+    for name, value in spec.items():
+        if name in WHOLE_NUMBERS:
+            right = type(value) is int or (value is None and name in MAY_BE_NULL)
+            expected = "a whole number"
+        elif name in NUMBERS:
+            right, expected = type(value) in (int, float), "a number"
+        elif name in ROPE_OBJECTS:
+            right, expected = isinstance(value, dict | None), "an object"
+            if isinstance(value, dict):
+                _check_kinds(path, {k: v for k, v in value.items() if v is not None})
+        else:
+            continue
+        if not right:
+            raise CheckpointError(
+                f"{path} is damaged: {name} is {json.dumps(value)}; expected {expected}"
+            )
 
 
 def _require(path: Path, spec: Spec, **values: object) -> None:
@@ -245,8 +279,9 @@ def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any,
     """Every tensor's name, without GPT-2's prefix, -> its open file and its name there."""
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map")
-        files = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-        if not files or any(Path(file).name != file for file in files):
+        named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        files = sorted({file for file in named if isinstance(file, str) and file})
+        if not files or any(file not in files or Path(file).name != file for file in named):
             raise CheckpointError(f"{folder / INDEX} is damaged: it names no files of its folder")
     else:
         files = [WEIGHTS]

@@ -77,9 +77,15 @@ class GPTConfig:
     """Share of embedding and residual activations dropped in training; off in evaluation."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        optional = ("n_kv_head", "head_dim", "mlp_hidden", "rope_trained_len")
+        for name in ("n_layer", "n_head", "n_embd", "max_seq_len", *optional):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not (math.isfinite(self.rope_base) and self.rope_base > 1.0):
+            raise ValueError(f"rope_base must be a finite number above 1, got {self.rope_base}")
+        if not (math.isfinite(self.norm_eps) and self.norm_eps >= 0.0):
+            raise ValueError(f"norm_eps must be a finite number from 0 on, got {self.norm_eps}")
         if self.n_head % self.kv_heads:
             raise ValueError(
                 f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}"
@@ -93,7 +99,7 @@ class GPTConfig:
             raise ValueError(f"rope needs an even head_dim, got {self.head_width}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.rope_factor < 1.0:
+        if not (math.isfinite(self.rope_factor) and self.rope_factor >= 1.0):
             raise ValueError(f"rope_factor must be at least 1, got {self.rope_factor}")
 
     @property

@@ -242,6 +242,19 @@ REFUSED = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ({"num_attention_heads": 3, "num_key_value_heads": None}, "multiple of n_head"),
 ]
+REFUSED += [  # values that no download has, unless it was edited or damaged
+    ({"num_hidden_layers": None}, "num_hidden_layers is null; expected a whole number"),
+    ({"hidden_size": "32"}, 'hidden_size is "32"; expected a whole number'),
+    ({"vocab_size": 300.5}, "vocab_size is 300.5; expected a whole number"),
+    ({"num_key_value_heads": 0}, "config.json: n_kv_head must be at least 1, got 0"),
+    ({"intermediate_size": -1}, "config.json: mlp_hidden must be at least 1, got -1"),
+    ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x"; expected a number'),
+    ({"rope_theta": None}, "rope_theta is null; expected a number"),
+    ({"rope_theta": 0}, "config.json: rope_base must be a finite number above 1, got 0.0"),
+    ({"rope_scaling": "yarn"}, 'rope_scaling is "yarn"; expected an object'),
+    ({"rope_scaling": ["yarn"]}, 'rope_scaling is ["yarn"]; expected an object'),
+    ({"rope_scaling": YARN | {"factor": "x"}}, 'factor is "x"; expected a number'),
+]
 REFUSED_QWEN3 = [
     ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -335,6 +348,9 @@ def test_files_that_are_not_whole(tmp_path, capsys):
         assert name in error
 
     weights = (good / "model.safetensors").read_bytes()
+    for name, weight_map in (("lists", {"a": ["b"]}), ("numbers", {"a": 3}), ("blank", {"a": ""})):
+        index = json.dumps({"weight_map": weight_map}).encode()
+        broken(name, "names no files of its folder", model__safetensors__index__json=index)
     broken("torn", "is damaged", model__safetensors=weights[:-100])
     broken("empty", "is damaged", model__safetensors=b"")
     broken("pickled", "no such file; give", model__safetensors=None, pytorch_model__bin=b"x")

@@ -224,6 +224,14 @@ def test_residual_projections_start_smaller():
         (dict(dropout=1.0), "dropout must be in"),
         (dict(n_layer=0), "n_layer must be at least 1, got 0"),
         (dict(rope_factor=0.5), "rope_factor must be at least 1"),
+        (dict(rope_factor=math.inf), "rope_factor must be at least 1"),
+        (dict(n_kv_head=0), "n_kv_head must be at least 1, got 0"),
+        (dict(n_kv_head=-1), "n_kv_head must be at least 1, got -1"),
+        (dict(head_dim=0), "head_dim must be at least 1, got 0"),
+        (dict(mlp_hidden=-1), "mlp_hidden must be at least 1, got -1"),
+        (dict(rope_trained_len=0), "rope_trained_len must be at least 1, got 0"),
+        (dict(rope_base=1.0), "rope_base must be a finite number above 1, got 1.0"),
+        (dict(norm_eps=math.nan), "norm_eps must be a finite number from 0 on, got nan"),
     ],
 )
 def test_impossible_models_are_refused(changes, message):
