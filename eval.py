@@ -12,7 +12,11 @@ does not give what --compare gives, within its error budget; 4: a later token mo
 `--help` explains every setting.
 """
 
+import signal
 import sys
+
+if __name__ == "__main__":  # until the run takes signals itself, Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from minitx.cli import run_cli
 from minitx.eval_config import EvalConfig

@@ -34,7 +34,15 @@ def load_for_contexts(
     lengths = config.lengths(model.config.max_seq_len)
     for length in lengths:
         config.stride_of(length)
-    model.extend_context(max(lengths))
+    try:
+        model.extend_context(max(lengths))
+    except (RuntimeError, OverflowError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"--context_lengths {max(lengths)}: the position tables of so many tokens do not fit "
+            "in memory; use a shorter context"
+        ) from error
     return model, state
 
 

@@ -10,12 +10,16 @@ import codecs
 import io
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+if __name__ == "__main__":  # until there is text to end, Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.nn.functional as F
@@ -243,6 +247,8 @@ def generate_text(config: GenerateConfig) -> int:
             written.append(token)
             yield tokenizer.decode([token])
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.perf_counter()
     try:
         write_stream(pieces())

@@ -42,6 +42,8 @@ def own_cache(tmp_path, monkeypatch):
         (["--context_lengths", "0"], "--context_lengths must be at least 1, got 0"),
         (["--context_lengths", "8,x"], "--context_lengths 8,x must be whole numbers"),
         (["--context_lengths", "8,,9"], "must be whole numbers with commas"),
+        (["--context_lengths", "1" + 14 * "0"], "do not fit in memory; use a shorter context"),
+        (["--context_lengths", 23 * "9"], "do not fit in memory; use a shorter context"),
         (["--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
         (["--max_tokens", "1"], "no document of two tokens or more (1 tokens in all)"),
         (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),

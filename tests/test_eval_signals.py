@@ -59,6 +59,22 @@ def test_a_process_that_is_told_to_stop(number, arguments, tmp_path):
     assert (tmp_path / "out" / "eval.png").is_file()
 
 
+@pytest.mark.parametrize("script", [["eval.py"], ["-m", "minitx.generate"]], ids=lambda s: s[-1])
+def test_ctrl_c_during_imports_is_no_traceback(script):
+    command = [sys.executable, "-X", "importtime", *script, "--help"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:  # one for each module that was imported
+            if line.endswith(" torch._C\n"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in rest
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("name", ["load_for_contexts", "plot"])
 def test_before_the_first_window_and_after_the_last(
