@@ -81,7 +81,7 @@ class MetricsLog:
         content = self.path.read_bytes()
         keep = 0
         for line in content.splitlines(keepends=True):
-            record = _parse(line.decode()) if line.endswith(b"\n") else None
+            record = _parse(line) if line.endswith(b"\n") else None
             if record is None or record["step"] > step:
                 break
             keep += len(line)
@@ -104,15 +104,21 @@ class MetricsLog:
         self._file.close()
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    """A line's record; None for a line that a kill or a full disk cut short."""
-    return json.loads(line) if line.rstrip().endswith("}") else None
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A line's record; None for a line that a kill or a full disk cut short, or that is no record
+    at all."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    is_record = isinstance(record, dict) and {"kind", "step"} <= record.keys()
+    return record if is_record else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, the last one of a kind and step winning."""
     records: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         if record := _parse(line):
             records[record["kind"], record["step"]] = record
     return [records[key] for key in sorted(records, key=lambda key: key[1])]
@@ -229,7 +235,10 @@ def _git(*arguments: str) -> str | None:
 
 def record_environment(path: Path, device: torch.device, step: int, config: dict) -> None:
     """Adds to environment.json, a list: one entry for every start of a run, with its config."""
-    entries = json.loads(path.read_bytes()) if path.is_file() else []
+    try:
+        entries = json.loads(path.read_bytes()) if path.is_file() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is no JSON; move it away") from error
     entries.append(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),

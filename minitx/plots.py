@@ -116,11 +116,13 @@ def labels(runs: Sequence[Path]) -> dict[str, Path]:
 
 def unigram_entropy(runs: Sequence[Path]) -> float | None:
     """What all runs' reports agree on, or None."""
-    reports = [run / "report.json" for run in runs]
-    found = {
-        json.loads(path.read_text("utf-8")).get("unigram_entropy") if path.is_file() else None
-        for path in reports
-    }
+    found = set()
+    for path in (run / "report.json" for run in runs):
+        try:
+            report = json.loads(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it is no JSON; move it away") from error
+        found.add(report.get("unigram_entropy"))
     return found.pop() if len(found) == 1 else None
 
 

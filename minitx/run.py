@@ -344,7 +344,7 @@ class Run:
         except OSError as error:
             name = error.filename or path
             raise RunStopped(
-                f"{name} could not be written: {error.strerror or error}; see to the disk, then "
+                f"{name} could not be written: {error.strerror or error}; see to the disk; "
                 f"{self.how_to_go_on()}",
                 EXIT_NOT_WRITTEN,
             ) from error

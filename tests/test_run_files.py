@@ -55,6 +55,28 @@ def test_what_lies_beyond_the_step_resumed_from_is_moved_aside(step, tmp_path):
     assert len(aside.read_text().splitlines()) == 5 - step
 
 
+@pytest.mark.parametrize("line", [b"garbage}", b"\xff\xfe}", b'{"a": 1}', b"5", b"[{}]"])
+def test_a_line_that_is_no_record_is_moved_aside_and_not_drawn(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = json.dumps(record(1)).encode()
+    path.write_bytes(first + b"\n" + line + b"\n")
+    assert read_metrics(path) == [record(1)]
+    MetricsLog(path, 5).close()
+    assert path.read_bytes() == first + b"\n"
+    assert (tmp_path / "metrics-superseded.jsonl").read_bytes() == line + b"\n"
+
+
+def test_a_damaged_file_of_a_run_is_named(tmp_path):
+    path = tmp_path / "environment.json"
+    path.write_text("{")
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(ValueError, match=r"environment.json is damaged: it is no JSON; move it"):
+        metrics.record_environment(path, torch.device("cpu"), 0, {})
+    assert path.read_text() == "{"
+    with pytest.raises(ValueError, match=r"report.json is damaged: it is no JSON; move it away"):
+        plots.unigram_entropy([tmp_path])
+
+
 def test_json_has_no_nan(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write({"kind": "train", "step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 1.0})
