@@ -367,12 +367,12 @@ def launch_bwd_hopper(
         out.stride(), dout.stride(), given_dlse.stride(), dq.stride(),
         scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
         Hq, Hkv, Sq, Skv, pitch,
-        IS_CAUSAL=is_causal, HAS_DLSE=dlse is not None, num_warps=4,
+        IS_CAUSAL=is_causal, HAS_DLSE=dlse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     attention_bwd_dkdv_hopper[(-(-Skv // BLOCK.value) * B * Hkv,)](
         q_desc, dout_desc, descriptor(k, ROWS.value), descriptor(v, ROWS.value),
         exponent, delta, dk, dv, dk.stride(), dv.stride(),
         scale, qk_scale, B * Hkv, heads_per_wave(Sq * row_bytes * (Hq // Hkv)),
         Hq, Sq, Skv, pitch,
-        IS_CAUSAL=is_causal, GROUP=Hq // Hkv, num_warps=4,
+        IS_CAUSAL=is_causal, GROUP=Hq // Hkv, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

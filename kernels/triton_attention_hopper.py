@@ -270,4 +270,5 @@ def launch_fwd_hopper(
         Skv,
         IS_CAUSAL=is_causal,
         num_warps=4,
+        enable_fp_fusion=True,
     )

@@ -28,8 +28,8 @@ ROWS = gl.constexpr(64)  # a warpgroup's
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 STAGES = gl.constexpr(2)
 LOG2E = gl.constexpr(1.4426950408889634)
-# Registers a thread, of the second computing group and of the loading warp. What they leave of the
-# 65,536 goes to the first, 240 too: more than its share of 168, as the accumulators need.
+# Registers a thread, of the second computing group and of the loading warp; the first group gets
+# what they leave. An even share would be 168: too few for the accumulators.
 REGISTERS = gl.constexpr((240, 24))
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

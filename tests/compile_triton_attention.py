@@ -102,7 +102,7 @@ def compile_hopper(dtype: str) -> list:
             kernel,
             dtype,
             128,
-            {"num_warps": 4},
+            {"num_warps": 4, "enable_fp_fusion": True},
             constants={"IS_CAUSAL": True, "HAS_DLSE": True, "GROUP": 1},
             rows={name: (n, TILE_LAYOUT) for name, n in zip(names, n_rows, strict=True)},
             source=GluonASTSource,
