@@ -358,13 +358,13 @@ def launch_bwd_hopper(
     """Fills dq, dk and dv on the current device: `launch_bwd` for what `hopper_takes`."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     exponent, delta, pitch = bwd_rows(q)
-    given_dlse = lse if dlse is None else dlse  # lse: not read
+    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     q_desc, dout_desc = descriptor(q, ROWS.value), descriptor(dout, ROWS.value)
     qk_scale, row_bytes = scale * LOG2E.value, 2 * D * q.element_size()
     attention_bwd_dq_hopper[(-(-Sq // BLOCK.value) * B * Hq,)](
         q_desc, dout_desc, descriptor(k, BLOCK_N.value), descriptor(v, BLOCK_N.value),
-        out, lse, dout, given_dlse, exponent, delta, dq,
-        out.stride(), dout.stride(), given_dlse.stride(), dq.stride(),
+        out, lse, dout, lse if dlse is None else dlse, exponent, delta, dq,
+        out.stride(), dout.stride(), dlse_strides, dq.stride(),
         scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
         Hq, Hkv, Sq, Skv, pitch,
         IS_CAUSAL=is_causal, HAS_DLSE=dlse is not None, num_warps=4, enable_fp_fusion=True,

@@ -201,23 +201,21 @@ def test_dout_and_dlse_of_any_strides(launches):
         t.requires_grad_() for t in make_qkv(2, 4, 2, 200, 300, D, device="cuda", dtype=torch.half)
     )
     out, lse = attention(q, k, v, kernel="triton", return_lse=True)
+    transposed = torch.randn(2, 200, 4, D, device="cuda").half().transpose(1, 2)
+    expanded = torch.randn(2, 4, 200, 1, device="cuda").half().expand_as(out)
+    shared = torch.randn(200, 2, device="cuda").t()[:, None].expand_as(lse)
     for dout, dlse, expected in (
-        (torch.randn(2, 200, 4, D, device="cuda").half().transpose(1, 2), None, BOTH[1:]),
-        (torch.randn(2, 4, 200, 1, device="cuda").half().expand_as(out), None, []),
-        (
-            torch.randn_like(out),
-            torch.randn(200, 1, 2, device="cuda").T.expand(4, 2, 200),
-            BOTH[1:],
-        ),
+        (transposed, torch.zeros_like(lse), BOTH[1:]),
+        (expanded, torch.zeros_like(lse), []),
+        (torch.randn_like(out), shared, BOTH[1:]),
     ):
         launches.clear()
-        dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(0, 1)
         grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
         assert launches == expected
         same = (dout.contiguous(), dlse.contiguous())
         wanted = torch.autograd.grad((out, lse), (q, k, v), same, retain_graph=True)
         for grad, want in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(grad, want, rtol=0, atol=4e-3)
+            torch.testing.assert_close(grad, want, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.gpu
@@ -443,7 +441,8 @@ def test_more_heads_than_a_grid_has_in_y(launches):
     out = attention(q, k, v, is_causal=False, kernel="triton")
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-3)
     out.backward(torch.ones_like(out))
-    torch.testing.assert_close(q.grad, torch.zeros_like(q), rtol=0, atol=2e-2)
+    # out may be 2^-11 off 1, and delta 128 times that: times scale, and a key as large as 5.
+    torch.testing.assert_close(q.grad, torch.zeros_like(q), rtol=0, atol=3e-2)
     total = torch.tensor(float(out.numel()), device="cuda")
     torch.testing.assert_close(v.grad.float().sum(), total, rtol=1e-2, atol=0)
     assert launches == BOTH
