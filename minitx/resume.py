@@ -7,6 +7,7 @@ from typing import Any
 
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.config import TrainConfig, differences, to_dict
+from minitx.run_lock import only_run_in
 
 # Settings that change what is printed or kept, and not what is learned.
 HARMLESS = {
@@ -48,7 +49,8 @@ def choose_out_dir(config: TrainConfig) -> Path:
             raise ValueError(
                 f"--overwrite: {path} holds no config.yaml, so it is not a run's folder"
             )
-        shutil.rmtree(path)
+        with only_run_in(path):
+            shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -14,6 +14,7 @@ from minitx.kernel_flags import check_kernels
 from minitx.replay import replay
 from minitx.resume import choose_out_dir, find_resume, run_of
 from minitx.run import Run
+from minitx.run_lock import only_run_in
 from minitx.signals import Stopped, StopRequest
 from minitx.trainer import model_config, resolve_device, resolve_dtype
 
@@ -70,12 +71,13 @@ def start_run(
     out_dir = run_of(checkpoint) if checkpoint is not None else choose_out_dir(config)
     assert out_dir is not None  # find_resume has seen to it
     run = Run(config, model, data, out_dir, device, dtype)
-    run.describe()
-    if checkpoint is not None:
-        run.resume(checkpoint)
-    else:
-        run.record_start(0)
-        if config.compare != "none" and not run.prove_parity():
-            return EXIT_PARITY_FAILED
-        run.start()
-    return run.train(stop)
+    with only_run_in(out_dir):
+        run.describe()
+        if checkpoint is not None:
+            run.resume(checkpoint)
+        else:
+            run.record_start(0)
+            if config.compare != "none" and not run.prove_parity():
+                return EXIT_PARITY_FAILED
+            run.start()
+        return run.train(stop)
