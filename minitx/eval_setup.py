@@ -34,15 +34,7 @@ def load_for_contexts(
     lengths = config.lengths(model.config.max_seq_len)
     for length in lengths:
         config.stride_of(length)
-    try:
-        model.extend_context(max(lengths))
-    except (RuntimeError, OverflowError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"--context_lengths {max(lengths)}: the position tables of so many tokens do not fit "
-            "in memory; use a shorter context"
-        ) from error
+    model.extend_context(max(lengths))
     return model, state
 
 
@@ -55,8 +47,3 @@ def check_vocabulary(ids: int, model: GPT, checkpoint: Path) -> None:
             f"the tokenizer has {ids} ids, but the model of {checkpoint} a vocabulary of "
             f"{vocab_size}: they do not belong together; use the tokenizer it was trained with"
         )
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch has a class for a GPU's memory, and only words for the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -24,7 +24,7 @@ from minitx.eval_config import EvalConfig
 from minitx.eval_data import EvalText, checkpoint_tokenizer, load_text
 from minitx.eval_parity import judge, sample_errors, sample_windows
 from minitx.eval_plots import plot
-from minitx.eval_setup import check_vocabulary, is_out_of_memory, load_for_contexts
+from minitx.eval_setup import check_vocabulary, load_for_contexts
 from minitx.eval_stats import (
     bits_per_byte,
     paired_curve,
@@ -33,7 +33,7 @@ from minitx.eval_stats import (
     scored_bytes,
 )
 from minitx.kernel_flags import check_kernels
-from minitx.metrics import environment, peak_memory_gib, reset_peak_memory
+from minitx.metrics import environment, is_out_of_memory, peak_memory_gib, reset_peak_memory
 from minitx.model import GPT
 from minitx.passkey import Prompt, answer_prompt, make_prompts
 from minitx.scoring import Documents, How, Scores, causality_leak, score_windows

@@ -58,6 +58,11 @@ def peak_memory_gib(device: torch.device) -> float:
     )  # bytes there, KiB elsewhere
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """PyTorch has a class for a GPU's memory, and only words for the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -43,6 +43,12 @@ def make_model(name="rope", kernel="eager", scale=10.0):
     return model
 
 
+@pytest.mark.parametrize("tokens", [10**14, 10**23])
+def test_more_positions_than_memory_holds(tokens):
+    with pytest.raises(ValueError, match="position tables do not fit in memory; use a shorter"):
+        next(generate(make_model(), [1], max_tokens=tokens))
+
+
 # --- The cache --------------------------------------------------------------------------------
 
 
