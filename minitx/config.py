@@ -165,6 +165,7 @@ class TrainConfig:
             "--optim.min_lr": self.optim.min_lr,
             "--optim.warmup_steps": self.optim.warmup_steps,
             "--optim.weight_decay": self.optim.weight_decay,
+            "--optim.eps": self.optim.eps,
             "--optim.grad_clip": self.optim.grad_clip,
             "--log.eval_interval": self.log.eval_interval,
             "--checkpoint.interval": self.checkpoint.interval,
@@ -173,6 +174,14 @@ class TrainConfig:
         for flag, value in not_negative.items():
             if value < 0:
                 raise ValueError(f"{flag} must not be negative, got {value}")
+        for flag, beta in (
+            ("--optim.beta1", self.optim.beta1),
+            ("--optim.beta2", self.optim.beta2),
+        ):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"{flag} must be at least 0 and below 1, got {beta}")
+        if not -(2**63) <= self.seed < 2**64:  # what PyTorch's generators take
+            raise ValueError(f"--seed must be from -2**63 to 2**64 - 1, got {self.seed}")
         if self.overwrite and self.resume is not None:
             raise ValueError("--overwrite and --resume contradict each other: give one of them")
         if self.model.pos == "learned" and self.seq_len > self.model.max_seq_len:
