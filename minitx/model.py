@@ -24,7 +24,6 @@ from torch import nn
 
 from minitx.embedding import Embedding
 from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
-from minitx.metrics import is_out_of_memory
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
 INIT_STD = 0.02
@@ -274,17 +273,7 @@ class GPT(nn.Module):
                 f"context of {max_len} tokens is beyond the {self.config.max_seq_len} learned "
                 "positions of this model; use at most that, or a model with RoPE"
             )
-        try:
-            if max_len > 2**48:  # bytes of an address; PyTorch has other errors for such sizes
-                raise MemoryError
-            self.rope.build(max_len, self.rope.cos.device)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-                raise
-            raise ValueError(
-                f"context of {max_len} tokens: its position tables do not fit in memory; use a "
-                "shorter one"
-            ) from error
+        self.rope.build(max_len, self.rope.cos.device)
 
     @property
     def max_context(self) -> int:

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from minitx.metrics import is_out_of_memory
+
 RopeScaling = Literal["none", "linear", "ntk", "yarn", "llama3"]
 
 # Yarn's bounds, in turns over the trained length: faster than 32 is left alone, slower than 1 is
@@ -82,8 +84,21 @@ class RotaryEmbedding(nn.Module):
         """(Re)makes the tables for positions below max_len.
 
         The angles are made in float64: at position 10^6 a float32 angle is off by up to 0.06
-        radians.
+        radians. Raises ValueError for more of them than memory holds.
         """
+        try:
+            if max_len > 2**48:  # bytes of an address; PyTorch has other errors for such sizes
+                raise MemoryError
+            self._build(max_len, device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"context of {max_len} tokens: its position tables do not fit in memory; use a "
+                "shorter one"
+            ) from error
+
+    def _build(self, max_len: int, device: torch.device) -> None:
         positions = torch.arange(max_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.inv_freq)
         factor = self.attention_factor

@@ -248,6 +248,7 @@ REFUSED += [  # values that no download has, unless it was edited or damaged
     ({"vocab_size": 300.5}, "vocab_size is 300.5; expected a whole number"),
     ({"num_key_value_heads": 0}, "config.json: n_kv_head must be at least 1, got 0"),
     ({"intermediate_size": -1}, "config.json: mlp_hidden must be at least 1, got -1"),
+    ({"max_position_embeddings": 10**14}, "position tables do not fit in memory"),
     ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x"; expected a number'),
     ({"rope_theta": None}, "rope_theta is null; expected a number"),
     ({"rope_theta": 0}, "config.json: rope_base must be a finite number above 1, got 0.0"),
