@@ -157,8 +157,11 @@ def build_attention_bwd_dkdv(
             v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
             T.copy(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile)
             T.copy(v[v_batch, v_head, keys, 0:HEAD_DIM], v_tile)
-            T.fill(dk_acc, 0)
-            T.fill(dv_acc, 0)
+            # Not the one without a product: no layout could be inferred for it.
+            if WITH_DK:
+                T.fill(dk_acc, 0)
+            if WITH_DV:
+                T.fill(dv_acc, 0)
             for step in T.Pipelined(group * num_m, num_stages=num_stages):
                 head = kv_head * group + T.truncdiv(step, num_m)
                 m_start = (first_m + T.truncmod(step, num_m)) * BLOCK_M

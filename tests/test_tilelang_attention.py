@@ -363,6 +363,23 @@ def test_scores_are_rounded_before_anything_is_subtracted():
     assert "__fmul_rn" in source
 
 
+@pytest.mark.parametrize("needed", ["dk", "dv"])
+def test_one_of_dk_and_dv_alone_compiles_too(needed):
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    source = tilelang_runtime.compile_kernel(
+        tilelang_attention.build_attention_bwd_dkdv,
+        tilelang_runtime.Target("cuda", "sm_90a"),
+        dtype="bfloat16",
+        HEAD_DIM=64,
+        IS_CAUSAL=True,
+        WITH_DK=needed == "dk",
+        WITH_DV=needed == "dv",
+        **HOPPER_TILES["dkdv"][64]._asdict(),
+    ).source
+    assert (needed == "dv") == ("dk_acc" not in source)
+
+
 @pytest.mark.contract("head dims", "dtypes", kernel="tilelang")
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
