@@ -65,8 +65,16 @@ def sdpa_attention(
     )
     if q.shape[0] * q.shape[1] > MAX_CUDNN_HEADS and q.device.type == "cuda":
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return call(q, k, v)
-    return call(q, k, v)
+            return _with_aligned_gradient(call(q, k, v))
+    return _with_aligned_gradient(call(q, k, v))
+
+
+def _with_aligned_gradient(out: torch.Tensor) -> torch.Tensor:
+    """out, whose gradient is handed on aligned: it may come with any strides, from any address."""
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    if out.device.type == "cuda" and out.requires_grad and eager:
+        out.register_hook(_aligned)
+    return out
 
 
 def _in_32_bits(x: torch.Tensor) -> bool:
