@@ -30,7 +30,22 @@ class MeasuredTable(NamedTuple):
     choices: dict[int, tuple[Choice, ...]]
 
 
-TABLES: dict[tuple[int, int], MeasuredTable] = {}  # by compute capability
+TABLES: dict[tuple[int, int], MeasuredTable] = {  # by compute capability
+    (9, 0): MeasuredTable(
+        "benchmarks/h200/attention.csv",
+        {
+            64: (
+                Choice(0, "sdpa", "sdpa", "triton", "triton"),
+                Choice(2048, "sdpa", "tilelang", "tilelang", "tilelang"),
+                Choice(8192, "tilelang", "tilelang", "tilelang", "tilelang"),
+            ),
+            128: (
+                Choice(0, "sdpa", "sdpa", "tilelang", "tilelang"),
+                Choice(8192, "tilelang", "sdpa", "tilelang", "tilelang"),
+            ),
+        },
+    ),
+}
 
 # In this order where nothing was measured, or what was fastest cannot run.
 UNMEASURED = ("sdpa", "triton", "tilelang", "eager")

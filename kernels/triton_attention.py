@@ -18,7 +18,7 @@ bfloat16, D from 1 to 256. Products of float32 are IEEE float32; those of 16-bit
 their dtype and summed in float32. In Triton's interpreter 16-bit inputs are computed in float32 and
 rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
 
-On a Hopper GPU (compute capability 9.0), with Triton 3.6 or 3.9, 16-bit inputs with a head dim of
+On a Hopper GPU (compute capability 9.0), with Triton 3.6, 16-bit inputs with a head dim of
 128 go to kernels of their own, triton_attention_hopper.py and triton_attention_bwd_hopper.py:
 `hopper_takes` says which exactly. They compute the same and are faster there; everything else runs
 on what stands here.

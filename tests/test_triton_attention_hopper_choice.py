@@ -90,7 +90,7 @@ def test_the_interpreter_imports_nothing_of_them():
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_INTERPRETED, reason="where there is a GPU it is compiled for it anyway")
 def test_they_compile_where_there_is_no_hopper():
-    if not triton_attention_tiles.triton.__version__.startswith(GLUON_RELEASES):
+    if not triton_attention_tiles.triton.__version__.startswith((*GLUON_RELEASES, "3.9")):
         pytest.skip("not written for this version of Triton")
     script = Path(__file__).with_name("compile_triton_attention.py")
     env = {**os.environ, "TRITON_INTERPRET": "0"}
