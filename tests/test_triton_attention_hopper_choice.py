@@ -63,7 +63,8 @@ def test_where_they_run(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, release, expected in (
         ((9, 0), "3.6.0", True),
-        ((9, 0), "3.9.1", True),
+        ((9, 0), "3.6.9", True),
+        ((9, 0), "3.9.1", False),
         ((9, 0), "3.60.0", False),
         ((9, 0), "4.0.0", False),
         ((8, 0), "3.6.0", False),
