@@ -21,7 +21,16 @@ HARMLESS = {
 }
 HARMLESS_GROUPS = ("log.", "checkpoint.", "debug.")
 # What train.py adds to a checkpoint, and cannot go on without.
-NEEDED = ("config", "step", "stream", "scaler", "skipped_steps", "best_val_loss", "random_state")
+NEEDED = (
+    "config",
+    "step",
+    "tokens_seen",
+    "stream",
+    "scaler",
+    "skipped_steps",
+    "best_val_loss",
+    "random_state",
+)
 
 
 def choose_out_dir(config: TrainConfig) -> Path:
@@ -92,6 +101,13 @@ def find_resume(config: TrainConfig) -> Path | None:
             f"--resume {path}: {checkpoint} was not saved by train.py, it lacks "
             f"{', '.join(missing)}; give a run's checkpoint"
         )
+    run, given = run_of(checkpoint), config.out_dir
+    assert run is not None
+    # A run's own setting is where it was begun, from which it may have been moved.
+    if given not in (None, state["config"].get("out_dir")) and not _same_folder(Path(given), run):
+        raise ValueError(
+            f"--out_dir {given}: a resumed run stays in its own folder, {run}; leave it out"
+        )
     changed = changed_settings(state["config"], to_dict(config))
     if changed:
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
@@ -102,6 +118,10 @@ def find_resume(config: TrainConfig) -> Path | None:
             )
         print(f"resuming with other settings: {listed}")
     return checkpoint
+
+
+def _same_folder(a: Path, b: Path) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def run_of(checkpoint: Path) -> Path | None:

@@ -54,6 +54,7 @@ class Run:
         self.best_val_loss = math.inf
         self.saved_at = 0  # the step of the last checkpoint
         self.logged_at = 0  # the step of the last line of metrics
+        self.tokens_ahead = 0  # seen beyond steps * batch.tokens: resumed with another batch.tokens
         self.logs: list[metrics.MetricsLog | metrics.TensorBoardLog] = []
         self.peak_gib = 0.0
         self.unigram_entropy = report.unigram_entropy(data)
@@ -144,6 +145,7 @@ class Run:
         trainer.load_state_dict(state)
         self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         self.saved_at = self.logged_at = trainer.step_number
+        self.tokens_ahead = state["tokens_seen"] - trainer.step_number * self.config.batch.tokens
         self.record_start(trainer.step_number)
         print(f"resumed from {checkpoint} at step {trainer.step_number}")
 
@@ -216,6 +218,9 @@ class Run:
                 timer.pause()
                 self.save(is_best)
 
+    def tokens_seen(self, step: int) -> int:
+        return self.tokens_ahead + step * self.config.batch.tokens
+
     def open_logs(self, step: int) -> None:
         self.logs = [metrics.MetricsLog(self.out_dir / "metrics.jsonl", step)]
         if self.config.log.tensorboard:
@@ -242,7 +247,7 @@ class Run:
         record = {
             "kind": "train",
             "step": step,
-            "tokens": step * self.config.batch.tokens,
+            "tokens": self.tokens_seen(step),
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,  # not finite where float16 skipped the step
@@ -300,7 +305,7 @@ class Run:
                 optimizer=trainer.optimizer,
                 state=state
                 | {
-                    "tokens_seen": state["step"] * self.config.batch.tokens,
+                    "tokens_seen": self.tokens_seen(state["step"]),
                     "config": to_dict(self.config),
                     "best_val_loss": best if math.isfinite(best) else None,
                 },

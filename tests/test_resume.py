@@ -223,6 +223,35 @@ def test_auto_does_not_start_in_a_folder_that_is_no_run(tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
 
 
+def test_a_resumed_run_stays_in_its_folder(tmp_path, capsys):
+    assert run_train(tiny_args(tmp_path, compare="none", max_steps=2)) == 0
+    moved = tmp_path / "moved"
+    (tmp_path / "run").rename(moved)
+    own = [f"--config={moved / 'config.yaml'}", f"--resume={moved}"]
+    capsys.readouterr()
+    assert run_train([*own, f"--out_dir={tmp_path / 'other'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"stays in its own folder, {moved}" in error
+    assert not (tmp_path / "other").exists()
+    assert run_train(own) == 0  # its config.yaml still names the folder it was begun in
+    assert run_train([*own, f"--out_dir={moved}"]) == 0
+
+
+def test_tokens_are_counted_as_each_step_had_them(tmp_path):
+    assert run_train(tiny_args(tmp_path, compare="none", max_steps=2, log__interval=1)) == 0
+    run = tmp_path / "run"
+    more = {"compare": "none", "max_steps": 4, "log__interval": 1, "batch__tokens": 256}
+    assert run_train([*tiny_args(tmp_path, resume=run, **more), "--resume_allow"]) == 0
+    records = read_metrics(run / "metrics.jsonl")
+    tokens = [r["tokens"] for r in records if r["kind"] == "train"]
+    state = json.loads((run / "checkpoints/latest/state.json").read_text())
+    first = tokens[0]
+    assert tokens == [first, 2 * first, 2 * first + 256, 2 * first + 512]
+    assert first != 256
+    assert state["tokens_seen"] == tokens[-1]
+
+
 def test_resuming_with_other_settings_says_which(tmp_path, capsys):
     assert run_train(tiny_args(tmp_path, compare="none", max_steps=2)) == 0
     run = tmp_path / "run"
