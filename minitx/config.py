@@ -182,6 +182,14 @@ class TrainConfig:
                 raise ValueError(f"{flag} must be at least 0 and below 1, got {beta}")
         if not -(2**63) <= self.seed < 2**64:  # what PyTorch's generators take
             raise ValueError(f"--seed must be from -2**63 to 2**64 - 1, got {self.seed}")
+        refuse_empty(
+            {
+                "--out_dir": self.out_dir,
+                "--resume": self.resume,
+                "--data.source": self.data.source,
+                "--data.cache_dir": self.data.cache_dir,
+            }
+        )
         if self.overwrite and self.resume is not None:
             raise ValueError("--overwrite and --resume contradict each other: give one of them")
         if self.model.pos == "learned" and self.seq_len > self.model.max_seq_len:
@@ -206,6 +214,14 @@ class TrainConfig:
             raise ValueError(
                 f"--optim.decay_fraction must be in [0, 1], got {self.optim.decay_fraction}"
             )
+
+
+def refuse_empty(paths: dict[str, str | None]) -> None:
+    """Raises ValueError for a path by flag that is empty, as of an unset variable of a shell: it
+    would mean the current folder."""
+    for flag, path in paths.items():
+        if path == "":
+            raise ValueError(f"{flag} is empty; give a path, or leave it out")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

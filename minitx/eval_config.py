@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from minitx.config import refuse_empty
 from minitx.eval_data import EvalDataConfig
 from minitx.passkey import PasskeyConfig
 from minitx.rope import RopeScaling
@@ -78,6 +79,14 @@ class EvalConfig:
 
     def validate(self) -> None:
         """Raises ValueError, naming the flag, for a setting out of range."""
+        refuse_empty(
+            {
+                "--checkpoint": self.checkpoint,
+                "--out_dir": self.out_dir,
+                "--data.source": self.data.source,
+                "--data.cache_dir": self.data.cache_dir,
+            }
+        )
         at_least_one = ("max_tokens", "batch_size", "prefill_chunk", "oracle_tokens")
         for name in at_least_one:
             value = getattr(self, name)

@@ -9,6 +9,7 @@ Ctrl-C or SIGTERM, with what was finished printed and written.
 """
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -260,6 +261,12 @@ class Evaluation:
             }
         self.report["contexts"].append(row)
         self.bar.write(eval_report.context_line(row))
+        if scores is not None and not math.isfinite(scores.mean_nll):
+            bad = int((~np.isfinite(scores.nll)).sum())
+            self.bar.write(
+                f"note: {bad:,} of these {scores.nll.size:,} losses are not finite: either the "
+                f"checkpoint's weights are not, or {kernel} is at fault; try another kernel"
+            )
         return scores
 
     def compare(

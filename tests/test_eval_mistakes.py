@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from eval_runs import TEXT, make_run, nll_of, one_line, report_of, run_eval
 
+from minitx import evaluation
 from minitx.checkpoint import find_checkpoint
 from minitx.tokenizer import train_bpe
 
@@ -54,6 +55,8 @@ def own_cache(tmp_path, monkeypatch):
         (["--rope_factor", "2"], "--rope_factor needs --rope_scaling"),
         (["--rope_scaling", "yarn", "--rope_factor", "0.5"], "rope_factor must be at least 1"),
         (["--rope_scaling", "longer"], "rope_scaling"),
+        (["--checkpoint", ""], "--checkpoint is empty; give a path"),
+        (["--data.source", ""], "--data.source is empty; give a path"),
         (["--device", "tpu"], "--device tpu is unknown"),
         (["--data.source", "no/such/file.txt"], "no such file or folder: no/such/file.txt"),
         (["--data.tokenizer", "no.json"], "no.json"),
@@ -145,3 +148,20 @@ def test_the_script_under_another_locale(run_folder, tmp_path):
     rows = report_of(tmp_path / "out")["contexts"]
     assert [row["context_length"] for row in rows] == [8, 16]
     assert rows[0]["bytes_scored"] == 3 * len("naïve café 😀 ".encode()) - 1
+
+
+def test_losses_that_are_not_finite_are_told(run_folder, text_file, tmp_path, monkeypatch, capsys):
+    load = evaluation.load_for_contexts
+
+    def broken(*args):
+        model, state = load(*args)
+        model.norm.weight.data.fill_(float("nan"))
+        return model, state
+
+    monkeypatch.setattr(evaluation, "load_for_contexts", broken)
+    base = ["--checkpoint", run_folder, "--data.source", text_file, "--out_dir", tmp_path / "out"]
+    run_eval(*base, "--probe_tokens", "0", "--paired_targets", "0", "--kernel", "eager")
+    out = capsys.readouterr().out
+    (note,) = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert "losses are not finite" in note
+    assert "eager is at fault" in note
