@@ -45,7 +45,7 @@ from minitx.kernels.tilelang_attention_tiles import (
     takes_hopper_kernels,
 )
 from minitx.kernels.tilelang_products import exponent_scale
-from minitx.kernels.tilelang_runtime import get_kernel
+from minitx.kernels.tilelang_runtime import get_kernel, get_kernels
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -172,43 +172,44 @@ def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, 
     Sq, D = q.shape[2:]
     key = _key(q)
     stats = lse.new_empty((*lse.shape[:2], 2, -(-Sq // STATS_TILE) * STATS_TILE))
-    q_rows, dout_rows = _as_rows(q), _as_rows(dout)
-    k_rows, v_rows = _without_repeats(k), _without_repeats(v)
+    inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(dout), stats)
     factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]), scale)
 
-    def kernel(build, name: str, **flags: bool):
+    def tiled(name: str, **flags: bool) -> dict[str, Any]:
         tiles = choose_tiles(name, D, q.dtype, q.device)
-        return get_kernel(build, q.device, **key, IS_CAUSAL=is_causal, **flags, **tiles._asdict())
+        return {**key, "IS_CAUSAL": is_causal, **flags, **tiles._asdict()}
 
     flags = {"WITH_DLSE": dlse is not None, "USE_TMA": has_tma(q.device)}
-    get_kernel(build_attention_bwd_stats, q.device, **key, **flags)(
-        _as_rows(out), dout_rows, lse, lse if dlse is None else dlse, stats
+    wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
+    takes_hopper = takes_hopper_kernels(q.dtype, q.device) and key["HEAD_DIM"] in (64, 128)
+    if all(needs) and takes_hopper:
+        wanted += [
+            (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),
+            (build_attention_bwd_convert, key),
+        ]
+    else:
+        with_dk, with_dv = needs[1:]
+        if with_dk or with_dv:
+            wanted += [(build_attention_bwd_dkdv, tiled("dkdv", WITH_DK=with_dk, WITH_DV=with_dv))]
+        if needs[0]:
+            wanted += [(build_attention_bwd_dq, tiled("dq"))]
+    kernels = dict(zip((build for build, _ in wanted), get_kernels(q.device, wanted), strict=True))
+
+    kernels[build_attention_bwd_stats](
+        _as_rows(out), inputs[3], lse, lse if dlse is None else dlse, stats
     )
-    if all(needs) and key["HEAD_DIM"] in (64, 128) and takes_hopper_kernels(q.dtype, q.device):
+    if hopper := kernels.get(build_attention_bwd_hopper):
         # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
         num_tiles = q.shape[0] * q.shape[1] * -(-Sq * key["HEAD_DIM"] // DQ_TILE)
         dq_sum = stats.new_empty((num_tiles, DQ_TILE))
         turns = stats.new_zeros(num_tiles, dtype=torch.int32)
+        hopper(*inputs, dk, dv, dq_sum, turns, *factors)
         num_empty = max(Sq - k.shape[2], 0) if is_causal else 0
-        get_kernel(build_attention_bwd_hopper, q.device, **key, IS_CAUSAL=is_causal)(
-            q_rows, k_rows, v_rows, dout_rows, stats, dk, dv, dq_sum, turns, *factors
-        )
-        get_kernel(build_attention_bwd_convert, q.device, **key)(dq, dq_sum, num_empty, scale)
-        return
-    if needs[1] or needs[2]:
-        with_dk, with_dv = needs[1:]
-        kernel(build_attention_bwd_dkdv, "dkdv", WITH_DK=with_dk, WITH_DV=with_dv)(
-            q_rows,
-            k_rows,
-            v_rows,
-            dout_rows,
-            stats,
-            dk if with_dk else dv,
-            dv if with_dv else dk,
-            *factors,
-        )
-    if needs[0]:
-        kernel(build_attention_bwd_dq, "dq")(q_rows, k_rows, v_rows, dout_rows, stats, dq, *factors)
+        kernels[build_attention_bwd_convert](dq, dq_sum, num_empty, scale)
+    if dkdv := kernels.get(build_attention_bwd_dkdv):
+        dkdv(*inputs, dk if needs[1] else dv, dv if needs[2] else dk, *factors)
+    if portable_dq := kernels.get(build_attention_bwd_dq):
+        portable_dq(*inputs, dq, *factors)
 
 
 _attention = define_attention("tilelang", _fwd, _bwd)

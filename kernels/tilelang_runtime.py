@@ -45,6 +45,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,21 @@ def get_kernel(build: Callable[..., Any], device: torch.device, **key: Any) -> K
         kernel = compile_kernel(build, _target(device), **key)
         _kernels[build, device, *key.items()] = kernel
     return kernel
+
+
+def get_kernels(
+    device: torch.device, requests: list[tuple[Callable[..., Any], dict[str, Any]]]
+) -> list[Kernel]:
+    """`get_kernel` for each (build, key). Those that must be compiled are compiled at once: most of
+    the time goes to nvcc, a process of its own."""
+    found = [_kernels.get((build, device, *key.items())) for build, key in requests]
+    if None not in found:
+        return found  # type: ignore[return-value]
+    _import_tilelang()  # once, not by several threads at a time
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(
+            pool.map(lambda request: get_kernel(request[0], device, **request[1]), requests)
+        )
 
 
 def compile_kernel(build: Callable[..., Any], target: Target, **key: Any) -> Kernel:

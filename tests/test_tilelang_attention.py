@@ -181,16 +181,16 @@ def test_no_buffer_is_read_before_it_is_written(device, monkeypatch):
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
 def test_only_the_kernels_asked_for_are_launched(device, monkeypatch, needs):
     launched = []
-    get_kernel = tilelang_attention.get_kernel
+    get_kernels = tilelang_attention.get_kernels
 
-    def recording(build, device, **key):
-        launched.append((build.__name__.removeprefix("build_attention_"), key))
-        return get_kernel(build, device, **key)
+    def recording(device, requests):
+        launched.extend((b.__name__.removeprefix("build_attention_"), key) for b, key in requests)
+        return get_kernels(device, requests)
 
     inputs = make_qkv(1, 2, 1, 40, 40, 16, device=device)
     dout = torch.ones_like(inputs[0])
     full = run_attention("tilelang", *inputs, dout, is_causal=True)
-    monkeypatch.setattr(tilelang_attention, "get_kernel", recording)
+    monkeypatch.setattr(tilelang_attention, "get_kernels", recording)
     leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     out = attention(*leaves, kernel="tilelang")
     if any(needs):
@@ -199,12 +199,27 @@ def test_only_the_kernels_asked_for_are_launched(device, monkeypatch, needs):
         assert (leaf.grad is not None) == need
         assert not need or torch.equal(leaf.grad, getattr(full, name))
     need_dq, need_dk, need_dv = needs
-    expected = ["fwd"] + ["bwd_stats"] * any(needs)
+    expected = ["bwd_stats"] * any(needs)
     expected += ["bwd_dkdv"] * (need_dk or need_dv) + ["bwd_dq"] * need_dq
     assert [name for name, _ in launched] == expected
     for name, key in launched:
         if name == "bwd_dkdv":
             assert (key["WITH_DK"], key["WITH_DV"]) == (need_dk, need_dv)
+
+
+def test_kernels_asked_for_together_compile_at_the_same_time(monkeypatch):
+    both_begun = threading.Barrier(2, timeout=60)
+
+    def compiled(build, target, key):
+        both_begun.wait()  # one after the other they would never meet
+        return (build, key)
+
+    monkeypatch.setattr(tilelang_runtime, "_kernels", {})
+    monkeypatch.setattr(tilelang_runtime, "_compile", compiled)
+    requests = [("one", {"D": 1}), ("other", {"D": 2})]
+    for _ in range(2):  # compiled, then found
+        found = tilelang_runtime.get_kernels(torch.device("cpu"), requests)
+        assert found == requests
 
 
 def test_one_compile_for_all_lengths_batches_heads_and_strides(device):

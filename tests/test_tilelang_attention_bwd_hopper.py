@@ -64,15 +64,13 @@ def poisoned_memory(monkeypatch):
 def launched(monkeypatch) -> list[str]:
     """The kernels that a backward launches."""
     names = []
-    get_kernel = tilelang_attention.get_kernel
+    get_kernels = tilelang_attention.get_kernels
 
-    def recording(build, device, **key):
-        name = build.__name__.removeprefix("build_attention_")
-        if name.startswith("bwd"):
-            names.append(name)
-        return get_kernel(build, device, **key)
+    def recording(device, requests):
+        names.extend(build.__name__.removeprefix("build_attention_") for build, _ in requests)
+        return get_kernels(device, requests)
 
-    monkeypatch.setattr(tilelang_attention, "get_kernel", recording)
+    monkeypatch.setattr(tilelang_attention, "get_kernels", recording)
     return names
 
 
