@@ -14,7 +14,10 @@ from torch import nn
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding(rows, width): ids of any shape, int64 -> [*ids.shape, width]."""
+    """[rows, width] weights; ids of any shape, int64 -> [*ids.shape, width]."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
