@@ -79,7 +79,7 @@ def attention(
         scale = float(q.shape[-1] ** -0.5)
     if kernel == "auto":
         kernel, why = choose_kernel(
-            q, k, is_causal, return_lse, lambda name: _attention_problem(name, q, return_lse)
+            q, k, v, is_causal, return_lse, lambda name: _attention_problem(name, q, return_lse)
         )
         _announce_auto(kernel, why)
     reason = _attention_problem(kernel, q, return_lse)

@@ -55,17 +55,19 @@ UNMEASURED_LSE = ("triton", "tilelang", "eager")
 def choose_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     is_causal: bool,
     return_lse: bool,
     problem: Callable[[str], str | None],
 ) -> tuple[str, str]:
-    """(kernel, why) for q [B, Hq, Sq, D] and k [B, Hkv, Skv, D].
+    """(kernel, why) for q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D].
 
     problem: why a kernel cannot run these inputs, or None.
     """
     if q.device.type != "cuda":
         return ("eager", "sdpa has no lse") if return_lse else ("sdpa", "fastest on a CPU")
-    fastest, why = _fastest(q, k, is_causal, return_lse)
+    is_training = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    fastest, why = _fastest(q, k, is_causal, return_lse, is_training)
     others = UNMEASURED_LSE if return_lse else UNMEASURED
     for kernel in (fastest, *others):
         reason = problem(kernel)
@@ -76,11 +78,11 @@ def choose_kernel(
 
 
 def _fastest(
-    q: torch.Tensor, k: torch.Tensor, is_causal: bool, return_lse: bool
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, return_lse: bool, is_training: bool
 ) -> tuple[str, str]:
     default = (UNMEASURED_LSE if return_lse else UNMEASURED)[0]
     Sq, Skv, D = q.shape[2], k.shape[2], q.shape[3]
-    if is_causal and Sq != Skv and Sq != 1:
+    if is_causal and 1 < Sq < Skv:
         return "triton", "sdpa would make a mask of Sq x Skv"
     table = TABLES.get(_capability(q.device))
     if table is None:
@@ -97,7 +99,6 @@ def _fastest(
         if Skv < later.min_keys:
             break
         choice = later
-    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     column = ("training" if is_training else "forward") + ("_lse" if return_lse else "")
     return getattr(choice, column), f"fastest in {table.source}"
 

@@ -39,11 +39,11 @@ def tensor(S=100, D=64, dtype=torch.bfloat16, requires_grad=False, device="cuda"
     )
 
 
-def choose(q, k=None, is_causal=True, return_lse=False, unable=()):
+def choose(q, k=None, v=None, is_causal=True, return_lse=False, unable=()):
     def problem(kernel):
         return "it is out" if kernel in unable else None
 
-    return choose_kernel(q, k or q, is_causal, return_lse, problem)
+    return choose_kernel(q, k or q, v or q, is_causal, return_lse, problem)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_without_gradients_a_forward_is_all_there_is(gpu):
     with torch.no_grad():
         assert choose(tensor(requires_grad=True))[0] == "sdpa"
     assert choose(tensor(), tensor(requires_grad=True))[0] == "triton"
+    assert choose(tensor(), v=tensor(requires_grad=True))[0] == "triton"
 
 
 def test_where_nothing_was_measured_it_says_so(gpu, monkeypatch):
@@ -84,6 +85,7 @@ def test_sdpa_is_not_chosen_where_it_would_make_a_mask(gpu):
     assert choose(tensor(10), tensor(100))[0] == "triton"
     assert choose(tensor(10), tensor(100), is_causal=False)[0] == "sdpa"
     assert choose(tensor(1), tensor(100))[0] == "sdpa"
+    assert choose(tensor(100), tensor(10))[0] == "sdpa"
 
 
 def test_what_cannot_run_is_passed_over_and_named(gpu):
