@@ -58,7 +58,7 @@ def peak_memory_gib(device: torch.device) -> float:
     )  # bytes there, KiB elsewhere
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """PyTorch has a class for a GPU's memory, and only words for the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
@@ -211,16 +211,18 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """`commit` of the source tree, with -dirty behind it if it is changed, and `changes`, git's
-    lines on what is; both None outside of git."""
-    changes = None
-    # An installed minitx may lie inside of another project's tree.
+    """`commit` of the source tree, and `changes`, git's lines on what is changed in it; both None
+    outside of git."""
+    commit = git_commit()
+    return {"commit": commit, "changes": commit and _git("diff", "HEAD", "--stat")}
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree, with -dirty behind it if it is changed; None outside of git.
+    An installed minitx may lie inside of another project's tree."""
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        commit = None
-    else:
-        commit = _git("describe", "--always", "--dirty", "--abbrev=10")
-        changes = _git("diff", "HEAD", "--stat")
-    return {"commit": commit, "changes": changes}
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=10")
 
 
 def _git(*arguments: str) -> str | None:

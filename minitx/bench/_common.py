@@ -8,7 +8,6 @@ import csv
 import dataclasses
 import gc
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, get_origin
 
 import torch
 
+from minitx.metrics import git_commit
 from minitx.versions import package_version
 
 Row = dict[str, Any]
@@ -139,11 +139,6 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU it has a class of its own, on a CPU only a message."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
@@ -153,24 +148,7 @@ def device_name(device: str) -> str:
 def environment_columns(device: str) -> dict[str, str]:
     """Where a result comes from: device, versions and the commit of the working tree."""
     versions = {p: package_version(p) or "" for p in ("torch", "triton", "tilelang")}
-    return {"device": device_name(device), **versions, "commit": git_commit()}
-
-
-def git_commit() -> str:
-    """Short hash of the checked-out commit, with `-dirty` after uncommitted changes; empty outside
-    a checkout."""
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short", "HEAD")
-        return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    return {"device": device_name(device), **versions, "commit": git_commit() or ""}
 
 
 def bracket_lists(argv: Sequence[str], config_class: type) -> list[str]:

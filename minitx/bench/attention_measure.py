@@ -20,6 +20,7 @@ from minitx.bench.attention_variants import (
     make_variant,
     why_not,
 )
+from minitx.metrics import is_out_of_memory
 
 MEASURED = (
     "median_ms",
@@ -103,7 +104,7 @@ class KernelOnCase:
             if is_fatal(error):
                 raise
             reason = "out of memory"
-            if not common.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 text = " ".join(str(error).split())[:200] or type(error).__name__
                 reason = f"failed: {text}"
             self.status |= dict.fromkeys(self.left(passes), reason)
@@ -243,7 +244,7 @@ class Calls:
 def is_fatal(error: BaseException) -> bool:
     """An error of the device itself: nothing more runs in this process. Such errors come late, so
     the kernel that is told may not be the one that did it."""
-    if common.is_out_of_memory(error):
+    if is_out_of_memory(error):
         return False
     device_error = getattr(torch, "AcceleratorError", ())
     return isinstance(error, device_error) or "CUDA error" in str(error)

@@ -19,6 +19,7 @@ from minitx.bench import softmax_report
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
 from minitx.kernels import SOFTMAX_KERNELS, softmax, softmax_reference, supports_softmax
 from minitx.kernels.reference import causal_mask
+from minitx.metrics import is_out_of_memory
 from minitx.testing import error_budget, max_error
 
 PEERS = ("torch", "torch.compile", "quack")
@@ -184,7 +185,7 @@ def measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Row
     try:
         return _measure_kernel(kernel, case, budget_ms)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        out_of_memory = common.is_out_of_memory(error)
+        out_of_memory = is_out_of_memory(error)
         status = "out of memory" if out_of_memory else f"failed: {str(error).splitlines()[0]}"
     common.free_memory(case.device)
     return [_row(kernel, case, direction, status) for direction in DIRECTIONS]
