@@ -1,5 +1,7 @@
 """Markers that look at the machine, and the kernels a test can be run on."""
 
+import math
+
 import pytest
 import torch
 from attention_contract import KERNELS
@@ -52,3 +54,30 @@ def lse_kernel(kernel: str, has_lse: bool) -> str:
     if not has_lse:
         pytest.skip("returns no lse")
     return kernel
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write stays NaN."""
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(math.nan)
+
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was launched of the Triton attention's kernels for Hopper."""
+    from minitx.kernels import triton_attention_bwd_hopper, triton_attention_hopper
+
+    seen = []
+
+    def record(module, name: str) -> None:
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (seen.append(name), launch(*args)))
+
+    record(triton_attention_hopper, "launch_fwd_hopper")
+    record(triton_attention_bwd_hopper, "launch_bwd_hopper")
+    return seen

@@ -37,6 +37,7 @@ from minitx.kernels.tilelang_attention_tiles import takes_hopper_kernels  # noqa
 
 GRADS = ("dq", "dk", "dv")
 NAN = math.nan
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BF16, FP16 = torch.bfloat16, torch.float16
 both_masks = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -47,17 +48,6 @@ def on_hopper(test):
     elsewhere = not takes_hopper_kernels(BF16, _probe.device)
     skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
     return pytest.mark.gpu(skip(test))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """What is not written stays NaN."""
-
-    def poisoned(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)
-
-    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 @pytest.fixture
