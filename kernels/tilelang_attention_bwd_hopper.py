@@ -8,9 +8,10 @@ streams past them the queries of every query head that reads it, in tiles of 819
     dv += p^T dout                       p^T in registers
     dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
 
-Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and one
-thread adds tiles of dq to memory. A trip of the loop issues products ahead of what is computed,
-so that tensor cores have work meanwhile:
+Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and two
+threads add tiles of dq to memory, each every other one: until a tile is written takes longer than
+until the next is there. A trip of the loop issues products ahead of what is computed, so that
+tensor cores have work meanwhile:
 
     issue dq and dk of the last tile, and s between them; wait for dq and hand it over
     issue dp; wait for s; exponentiate it, beside dk and dp
@@ -45,6 +46,7 @@ DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
 WORKERS = 256  # threads that compute
 MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
+ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
 L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
 
 HELPERS = r"""
@@ -170,11 +172,11 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def hand_over(dq_acc, dq_tile, dq_full, dq_free, step):
-        """dq_acc to the thread that adds it to dq_sum."""
+        """dq_acc to the step's adder."""
         T.barrier_wait(dq_free, 1 - step % 2)
         T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full)
+        T.barrier_arrive(dq_full[step % ADDERS])
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -223,7 +225,7 @@ def build_attention_bwd_hopper(
             q_free = T.alloc_barrier([8] * Q_STAGES)
             dout_full = T.alloc_barrier([32] * DOUT_STAGES)
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
-            dq_full = T.alloc_barrier(WORKERS)
+            dq_full = T.alloc_barrier([WORKERS] * ADDERS)
             dq_free = T.alloc_barrier(1)
             T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
 
@@ -263,8 +265,10 @@ def build_attention_bwd_hopper(
                         fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
                         fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
                         T.barrier_arrive(dout_full[other])
-                elif tx == WORKERS + 32:
-                    for step in T.serial(steps):
+                elif (tx % 32 == 0) & (tx < WORKERS + 32 + 32 * ADDERS):
+                    adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
+                    for turn in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
+                        step = turn * ADDERS + adder
                         m = first_m + T.truncmod(step, trips)
                         row = (batch * Hq + kv_head * group + T.truncdiv(step, trips)) * num_m + m
                         is_first = (tile + 1 == num_n) | (
@@ -272,7 +276,7 @@ def build_attention_bwd_hopper(
                         )
                         if not is_first:
                             call("wait_turn", T.address_of(turns[row]), num_n - 1 - tile)
-                        T.barrier_wait(dq_full, step % 2)
+                        T.barrier_wait(dq_full[adder], turn % 2)
                         if is_first:
                             send("store_tile", dq_tile, dq_sum, row)
                         else:
