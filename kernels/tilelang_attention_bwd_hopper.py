@@ -9,9 +9,8 @@ streams past them the queries of every query head that reads it, in tiles of 819
     dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
 
 Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and two
-threads add tiles of dq to memory, each every other one: until a tile is written takes longer than
-until the next is there. A trip of the loop issues products ahead of what is computed, so that
-tensor cores have work meanwhile:
+threads add tiles of dq to memory, each every other one: in turn, that takes longer than a step
+does. A trip of the loop issues products ahead of what is computed, to keep tensor cores busy:
 
     issue dq and dk of the last tile, and s between them; wait for dq and hand it over
     issue dp; wait for s; exponentiate it, beside dk and dp
@@ -276,6 +275,7 @@ def build_attention_bwd_hopper(
                         )
                         if not is_first:
                             call("wait_turn", T.address_of(turns[row]), num_n - 1 - tile)
+                        # Its own barrier: of a shared one it could take another's phase for its.
                         T.barrier_wait(dq_full[adder], turn % 2)
                         if is_first:
                             send("store_tile", dq_tile, dq_sum, row)
@@ -297,16 +297,16 @@ def build_attention_bwd_hopper(
                 T.barrier_wait(dout_full[0], 0)
                 issue_scores(v_tile, dout_tile, 0, dp)
                 await_product(1, scores, score_regs)
-                exponentiate(
-                    scores, p, stats_tile, 0, qk_scale, first_m * BLOCK_M, n_start, diagonal
-                )
+                m_start = T.alloc_var("int32", init=first_m * BLOCK_M)  # counted, not divided
+                exponentiate(scores, p, stats_tile, 0, qk_scale, m_start, n_start, diagonal)
                 add_dv(p, dout_tile, 0, dv_acc)
                 await_product(1, dp, score_regs)
                 differentiate(scores, dp, stats_tile, 0, ds, ds_tile, 0)
                 await_product(0, dv_acc, acc_regs)
                 release(dout_free, 0)
                 for step in T.serial(1, steps):
-                    m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                    is_last = m_start == (num_m - 1) * BLOCK_M  # of a head's queries
+                    m_start = T.if_then_else(is_last, first_m * BLOCK_M, m_start + BLOCK_M)
                     stage = step % Q_STAGES
                     last = (step - 1) % Q_STAGES
                     other = step % DOUT_STAGES
@@ -325,7 +325,7 @@ def build_attention_bwd_hopper(
                     T.warpgroup_fence_operand(dk_acc, num_regs=acc_regs)
                     release(q_free, last)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    # Nothing crosses the end of a trip: the compiler would wait for it there.
+                    # Nothing crosses the end of a trip. dv could, and gains nothing by it.
                     await_product(0, dv_acc, acc_regs)
                     release(dout_free, other)
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc)

@@ -106,9 +106,9 @@ def test_it_is_what_it_is_meant_to_be():
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
     adder = source[source.index("row < ") :]
-    order = ["wait_turn(", "dq_full", "tma_store_wait", "dq_free", "tma_store_wait", "end_turn("]
+    order = "wait_turn( dq_full[adder] tma_store_wait dq_free tma_store_wait end_turn("
     position = 0
-    for word in order:
+    for word in order.split():
         position = adder.index(word, position) + 1
 
 
@@ -134,7 +134,7 @@ def test_it_is_what_it_is_meant_to_be():
         (128, 2, 1, 333, 77, "offset"),
         (64, 4, 1, 1, 1000, "bhsd"),  # one query, which each block adds to
         (128, 2, 2, 1, 1, "bhsd"),
-        (128, 2, 2, 64, 128, "bhsd"),  # one tile: no trip of the loop
+        (128, 2, 2, 64, 128, "bhsd"),  # one tile: no trip of the loop, nothing for the second adder
         (64, 2, 2, 390, 260, "step2"),
     ],
 )
