@@ -24,6 +24,7 @@ from torch import nn
 
 from minitx.embedding import Embedding
 from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
+from minitx.recompute import Recompute, run_block
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
 INIT_STD = 0.02
@@ -215,10 +216,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer. `kernel` names the attention kernel; set_kernel changes it."""
+    """Decoder-only transformer. `kernel` names the attention kernel; set_kernel changes it.
+    `recompute` says which activations the blocks keep for a backward."""
 
-    def __init__(self, config: GPTConfig, kernel: str = "auto") -> None:
+    def __init__(
+        self, config: GPTConfig, kernel: str = "auto", recompute: Recompute = "none"
+    ) -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
         if config.vocab_size is None or config.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {config.vocab_size}")
         self.config = config
@@ -303,8 +308,9 @@ class GPT(nn.Module):
         if self.pos_embd is not None:
             x = x + self.pos_embd.weight[start : start + S]
         x = self.dropout(x)
+        draws_random = self.training and self.config.dropout > 0
         for block in self.blocks:
-            x = block(x, self.rope, cache)
+            x = run_block(self.recompute, block, x, self.rope, cache, draws_random=draws_random)
         if cache is not None:
             cache.length += S
         return self.norm(x)

@@ -112,7 +112,7 @@ class Trainer:
     ) -> None:
         self.config, self.kernel, self.device, self.dtype = config, kernel, device, dtype
         torch.manual_seed(config.seed)
-        self.model = GPT(model, kernel).to(device, param_dtype)
+        self.model = GPT(model, kernel, config.recompute).to(device, param_dtype)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stream: BatchStream | None = None
         if data is not None:
