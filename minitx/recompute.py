@@ -13,6 +13,7 @@ other fusions).
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -35,6 +36,12 @@ SDPA = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+
+# torch.compile warns of in-place operations, whose results it would not tell apart: blocks have
+# none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed" not in record.getMessage()
+)
 
 
 def is_attention(op: Any) -> bool:
