@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import yaml
+from command import run_train, tiny_args
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
@@ -77,6 +79,19 @@ def test_attention_is_computed_once(mode, monkeypatch):
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
     run_block(mode, block, x, draws_random=False).sum().backward()
     assert calls == {"fwd": 1, "bwd": 1, "block": 2}
+
+
+def test_train_py_takes_it(tmp_path):
+    """The same run to the bit; a mode that there is not is refused by the flag's name."""
+    weights = []
+    for mode in ("none", *MODES):
+        args = tiny_args(tmp_path, mode, recompute=mode, compare="none", max_steps=2)
+        assert run_train(args) == 0
+        weights.append((tmp_path / mode / "checkpoints/latest/model.safetensors").read_bytes())
+    assert weights[1:] == weights[:1] * 2
+    config = yaml.safe_load((tmp_path / "full" / "config.yaml").read_text())
+    assert config["recompute"] == "full"
+    assert run_train(tiny_args(tmp_path, "other", recompute="some")) == 2
 
 
 def graphs(mode: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
