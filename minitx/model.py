@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import nn
 
 from minitx.embedding import Embedding
-from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
+from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy, packed_attention
 from minitx.recompute import Recompute, run_block
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
@@ -168,6 +168,9 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
     ) -> torch.Tensor:
         fused = rearrange(self.qkv(x), "b s (h d) -> b s h d", d=self.head_dim)
+        if self.q_norm is None and rope is None and cache is None:
+            out = packed_attention(fused, self.heads[0], is_causal=True, kernel=self.kernel)
+            return self.proj(rearrange(out, "b h s d -> b s (h d)"))
         q, k, v = fused.split(self.heads, dim=2)  # [B, S, H or Hkv, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
