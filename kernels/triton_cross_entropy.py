@@ -74,7 +74,8 @@ def _cross_entropy_rows_kernel(
             if HAS_ROW_GRAD:
                 factor = tl.load(row_grad_ptr + row).to(tl.float32)
             factor = tl.where(in_range, factor, float("nan"))
-            scale = 1.0 / row_sum  # once: a division costs as much as an exponential
+            # Once: a division costs as much as an exponential.
+            scale = 1.0 / row_sum  # pyright: ignore[reportOperatorIssue]
             for start in range(0, V, DEPTH * LANES):
                 cols = start + tl.arange(0, DEPTH)[:, None] * LANES + lanes[None, :]
                 z = tl.load(row_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
