@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from minitx.kernels.attention_ops import PACKED, unpack
 from minitx.kernels.auto_choice import choose_kernel
 from minitx.kernels.errors import KernelUnavailableError
 from minitx.kernels.reference import attention_reference, softmax_reference
@@ -77,6 +78,63 @@ def attention(
     _check_attention(q, k, v, scale)
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
+    kernel = _resolve(kernel, q, k, v, is_causal, return_lse)
+    out, lse = _run_attention(kernel, q, k, v, is_causal, float(scale), return_lse)
+    if lse is not None and return_lse:
+        return out, lse
+    return out
+
+
+def packed_attention(
+    qkv: torch.Tensor,
+    n_head: int,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> torch.Tensor:
+    """attention(q, k, v) of views of one tensor, whose gradient is one tensor, too.
+
+    Args:
+        qkv: [B, S, Hq + 2 Hkv, D]: the query heads, the key heads and the value heads of each
+            token, as one projection makes them.
+        n_head: Hq.
+        is_causal, scale, kernel: as in `attention`, and so are dtypes and errors.
+
+    Returns:
+        out [B, Hq, S, D]. `triton` and `tilelang` write the gradients of q, k and v where they
+        belong in that of qkv; of other kernels autograd puts them together, by a copy.
+    """
+    if qkv.dim() != 4 or not 0 <= n_head <= qkv.shape[2] or (qkv.shape[2] - n_head) % 2:
+        raise ValueError(
+            "qkv must be [B, S, n_head + 2 n_kv_head, D], got shape "
+            f"{tuple(qkv.shape)} for n_head {n_head}"
+        )
+    (qkv,) = _autocast(qkv)
+    q, k, v = unpack(qkv, n_head)
+    _check_attention(q, k, v, scale)
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
+    kernel = _resolve(kernel, q, k, v, is_causal, False)
+    match kernel:
+        case "triton":
+            import minitx.kernels.triton_attention
+        case "tilelang":
+            import minitx.kernels.tilelang_attention  # noqa: F401
+        case _:
+            return _run_attention(kernel, q, k, v, is_causal, float(scale), False)[0]
+    return PACKED[kernel](qkv, n_head, is_causal, float(scale))[0]
+
+
+def _resolve(
+    kernel: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    return_lse: bool,
+) -> str:
+    """The kernel that runs these inputs. Raises KernelUnavailableError for one that cannot."""
     if kernel == "auto":
         kernel, why = choose_kernel(
             q, k, v, is_causal, return_lse, lambda name: _attention_problem(name, q, return_lse)
@@ -89,10 +147,7 @@ def attention(
             f"kernel '{kernel}' cannot run this attention: {reason}. "
             f"Kernels that can: {', '.join(others)}"
         )
-    out, lse = _run_attention(kernel, q, k, v, is_causal, float(scale), return_lse)
-    if lse is not None and return_lse:
-        return out, lse
-    return out
+    return kernel
 
 
 def softmax(

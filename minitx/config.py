@@ -12,6 +12,7 @@ import yaml
 
 from minitx.data import DataConfig
 from minitx.model import GPTConfig
+from minitx.recompute import Recompute
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -124,6 +125,9 @@ class TrainConfig:
     capability 8.0), float32 on a CPU."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    recompute: Recompute = "none"
+    """Activation checkpointing: which activations of a block are not kept for the backward but made
+    again in it. selective: norms and activation functions, no product; full: all but attention."""
     deterministic: bool = False
     """Give the same bits in every run on the same machine, or refuse a kernel that cannot."""
     model: GPTConfig = field(default_factory=GPTConfig)

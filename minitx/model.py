@@ -23,7 +23,8 @@ from einops import rearrange
 from torch import nn
 
 from minitx.embedding import Embedding
-from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy
+from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy, packed_attention
+from minitx.recompute import Recompute, run_block
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
 INIT_STD = 0.02
@@ -167,6 +168,9 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
     ) -> torch.Tensor:
         fused = rearrange(self.qkv(x), "b s (h d) -> b s h d", d=self.head_dim)
+        if self.q_norm is None and rope is None and cache is None:
+            out = packed_attention(fused, self.heads[0], is_causal=True, kernel=self.kernel)
+            return self.proj(rearrange(out, "b h s d -> b s (h d)"))
         q, k, v = fused.split(self.heads, dim=2)  # [B, S, H or Hkv, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -195,7 +199,19 @@ class MLP(nn.Module):
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
             return self.proj(F.silu(gate) * h)
-        return self.proj(F.gelu(h, approximate="tanh"))
+        return self.proj(gelu(h))
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415):
+    x / 2 (1 + tanh u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    # (1 + tanh u) / 2 = sigmoid(2 u): one exponential, where the tanh that compiled code would call
+    # takes so many instructions that memory waits for it.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (wide * torch.sigmoid(2 * u)).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -215,10 +231,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer. `kernel` names the attention kernel; set_kernel changes it."""
+    """Decoder-only transformer. `kernel` names the attention kernel; set_kernel changes it.
+    `recompute` says which activations the blocks keep for a backward."""
 
-    def __init__(self, config: GPTConfig, kernel: str = "auto") -> None:
+    def __init__(
+        self, config: GPTConfig, kernel: str = "auto", recompute: Recompute = "none"
+    ) -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
         if config.vocab_size is None or config.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {config.vocab_size}")
         self.config = config
@@ -303,8 +323,9 @@ class GPT(nn.Module):
         if self.pos_embd is not None:
             x = x + self.pos_embd.weight[start : start + S]
         x = self.dropout(x)
+        draws_random = self.training and self.config.dropout > 0
         for block in self.blocks:
-            x = block(x, self.rope, cache)
+            x = run_block(self.recompute, block, x, self.rope, cache, draws_random=draws_random)
         if cache is not None:
             cache.length += S
         return self.norm(x)

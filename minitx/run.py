@@ -200,14 +200,14 @@ class Run:
         bar.write(HEADER)
         while trainer.step_number < config.max_steps and not stop.requested:
             timer.start()
-            result = trainer.step()
+            trainer.launch_step()
             timer.count()
             stop.defer()  # from its first step on, a signal waits until the run is saved
             bar.update()
             step = trainer.step_number
             is_last, is_best = step == config.max_steps, False
             if step % config.log.interval == 0 or is_last:
-                bar.write(self.log_step(step, result, timer.lap()))
+                bar.write(self.log_step(step, trainer.settle(), timer.lap()))
             if is_last or (config.log.eval_interval and step % config.log.eval_interval == 0):
                 timer.pause()
                 line, is_best = self.log_eval(step)

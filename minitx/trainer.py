@@ -1,6 +1,12 @@
 """Trainer: one model, one optimizer, one stream of batches, and the step that ties them together.
 
 The same class runs the training, and each side of the parity comparison before it.
+
+On a GPU a step never waits: were the host to look at the loss before it starts the optimizer, the
+GPU would have nothing to do until the next launches arrive. What it would look for is therefore
+seen to on the device: a flag, up once a loss or gradient was not finite, makes the fused optimizer
+skip that step and every one after it. The numbers are copied to the host meanwhile, which looks at
+them a step later (`launch_step`), or when someone asks (`settle`).
 """
 
 import contextlib
@@ -32,7 +38,7 @@ class NonFiniteError(RuntimeError):
     Attributes:
         result: what the step gave.
         batches: the step's micro-batches, and `before` the trainer's state before it (see
-            Trainer.state_dict); set by Trainer.step.
+            Trainer.state_dict); both empty if Trainer.update was called on its own.
     """
 
     def __init__(self, message: str, result: "StepResult") -> None:
@@ -48,6 +54,18 @@ class StepResult:
     grad_norm: float  # of the whole gradient, before it is clipped
     lr: float
     skipped: bool  # float16 only: the scaled gradient overflowed, and the scale was halved instead
+
+
+@dataclass
+class Unseen:
+    """A step that was launched, and whose numbers the host has not looked at."""
+
+    number: int  # counted from 1
+    values: torch.Tensor  # [2] float64 on the CPU: loss and grad_norm, once `arrived`
+    arrived: torch.cuda.Event | None  # None: they are there
+    lr: float
+    batches: list[Batch]
+    before: dict[str, Any]  # see NonFiniteError
 
 
 def resolve_device(name: str) -> torch.device:
@@ -112,8 +130,10 @@ class Trainer:
     ) -> None:
         self.config, self.kernel, self.device, self.dtype = config, kernel, device, dtype
         torch.manual_seed(config.seed)
-        self.model = GPT(model, kernel).to(device, param_dtype)
+        self.model = GPT(model, kernel, config.recompute).to(device, param_dtype)
         self.optimizer = make_optimizer(self.model, config.optim)
+        self.last: StepResult | None = None
+        self.unseen: Unseen | None = None
         self.stream: BatchStream | None = None
         if data is not None:
             self.stream = BatchStream(
@@ -126,6 +146,12 @@ class Trainer:
             )
         # Gradients below float16's smallest number would be lost: the loss is scaled up for it.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        # float16's scale is the host's to decide: there, and where the optimizer has no flag, each
+        # step is looked at before the weights are touched.
+        self.looks_later = bool(self.optimizer.defaults["fused"]) and not self.scaler.is_enabled()
+        self.broken = torch.zeros((), device=device)  # 1 after a loss or gradient not finite
+        if self.looks_later:
+            self.optimizer.found_inf = self.broken  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_fn = torch.compile(self.model.loss) if compile else self.model.loss
         self.autocasts = dtype != torch.float32 and param_dtype == torch.float32
         self.step_number = 0  # steps made
@@ -161,7 +187,14 @@ class Trainer:
         return total
 
     def update(self, loss: torch.Tensor) -> StepResult:
-        """Clips and applies the gradient. Raises NonFiniteError before touching the weights."""
+        """Clips and applies the gradient. Raises NonFiniteError, the weights being as they were."""
+        self._launch_update(loss, [], {})
+        return self.settle()
+
+    def _launch_update(
+        self, loss: torch.Tensor, batches: list[Batch], before: dict[str, Any]
+    ) -> None:
+        """Clips and applies the gradient; with `looks_later` waits for nothing."""
         lr = learning_rate(self.step_number, self.config.optim, self.config.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -169,34 +202,85 @@ class Trainer:
         # The norm is of the unscaled gradient; with clipping off it is still worth its line.
         max_norm = self.config.optim.grad_clip or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        values = torch.stack((loss.double(), grad_norm.double())).tolist()  # the step's only sync
-        result = StepResult(values[0], values[1], lr, skipped=False)
-        if not all(math.isfinite(value) for value in values):
-            # get_scale waits for the GPU, here alone.
-            if not math.isfinite(result.loss) or self.scaler.get_scale() <= MIN_LOSS_SCALE:
-                raise NonFiniteError(self._non_finite_message(result), result)
-            result.skipped = True
-            self.skipped_steps += 1
+        values = torch.stack((loss.double(), grad_norm.double()))
+        arrived = None
+        if self.looks_later:
+            torch.maximum(self.broken, (~values.isfinite()).any().float(), out=self.broken)
+            values = values.to("cpu", non_blocking=True)  # PyTorch pins the memory of the copy
+            if self.device.type == "cuda":
+                arrived = torch.cuda.Event()
+                arrived.record()
+        unseen = Unseen(self.step_number + 1, values, arrived, lr, batches, before)
+        if not self.looks_later:
+            self._look_at(unseen)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step_number += 1
-        return result
+        if self.looks_later:
+            earlier, self.unseen = self.unseen, unseen
+            if earlier is not None:
+                self._look_at(earlier)
+
+    def _look_at(self, step: Unseen) -> None:
+        """Waits for a step's numbers: `last` becomes its result. Raises NonFiniteError."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        loss, grad_norm = step.values.tolist()
+        self.last = StepResult(loss, grad_norm, step.lr, skipped=False)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        # get_scale waits for the GPU, here alone.
+        if math.isfinite(loss) and self.scaler.get_scale() > MIN_LOSS_SCALE:
+            self.last.skipped = True
+            self.skipped_steps += 1
+            return
+        self._undo_launches(step.number)
+        error = NonFiniteError(self._non_finite_message(self.last), self.last)
+        if step.batches:
+            error.batches, error.before = step.batches, self._state() | step.before
+        raise error
+
+    def _undo_launches(self, number: int) -> None:
+        """Goes back to before step `number`, since which nothing was changed on the device."""
+        self.step_number, self.unseen = number - 1, None
+        self.broken.zero_()
+
+    def settle(self) -> StepResult:
+        """Waits for the step that was launched last and returns its result. Raises
+        NonFiniteError, as launch_step does."""
+        if self.unseen is not None:
+            step, self.unseen = self.unseen, None
+            self._look_at(step)
+        assert self.last is not None
+        return self.last
 
     def step(self) -> StepResult:
+        """Makes a step and waits for it."""
+        self.launch_step()
+        return self.settle()
+
+    def launch_step(self) -> None:
+        """Makes a step without waiting for it, and looks at the one before.
+
+        Raises NonFiniteError if that one's loss or gradient is not finite (or, where a step is
+        waited for, this one's): weights and optimizer are then as they were before it.
+        """
         assert self.stream is not None
         before: dict[str, Any] = {"stream": self.stream.state_dict()}
         if self.model.config.dropout:  # nothing else in a step draws random numbers
             before["random_state"] = random_state()
         batches = self.next_batches()
-        try:
-            return self.update(self.backward(batches))
-        except NonFiniteError as error:
-            error.batches, error.before = batches, self.state_dict() | before
-            raise
+        self._launch_update(self.backward(batches), batches, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands, weights and optimizer aside; made of JSON's types."""
+        """Where the training stands, weights and optimizer aside; made of JSON's types. Raises
+        NonFiniteError if the last step launched was not one."""
+        if self.unseen is not None:
+            self.settle()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         assert self.stream is not None
         return {
             "step": self.step_number,
@@ -230,8 +314,11 @@ class Trainer:
         """Mean loss in nats over the first max_tokens targets of `tokens`, and how many there were.
 
         Windows follow one another without overlap; the last, shorter one counts too, each token
-        once. Draws no random number, so training goes on as if it had not happened.
+        once. Draws no random number, so training goes on as if it had not happened. Raises
+        NonFiniteError if the last step launched was not one.
         """
+        if self.unseen is not None:
+            self.settle()
         was_training = self.model.training
         self.model.eval()
         S, total, count = self.config.seq_len, 0.0, 0

@@ -42,8 +42,8 @@ def train(config: TrainConfig) -> int:
         except torch.OutOfMemoryError as error:
             raise RunStopped(
                 f"out of memory on {device} ({str(error).splitlines()[0]}); try a smaller "
-                f"--batch.micro (now {config.micro_batch}), a shorter --batch.seq_len or a fused "
-                "--kernel",
+                f"--batch.micro (now {config.micro_batch}), --recompute full, a shorter "
+                "--batch.seq_len or a fused --kernel",
                 EXIT_OUT_OF_MEMORY,
             ) from error
 

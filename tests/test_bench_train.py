@@ -302,3 +302,12 @@ def test_on_a_gpu(tmp_path):
     steps = ["--max_steps", "6", "--compare_steps", "2", "--shapes", "2x128"]
     assert bench.main(["train", *where, *flags, *steps, "--compile", "true"]) == 0
     assert [r["status"] for r in read(tmp_path)] == ["ok"] * 4
+
+
+@pytest.mark.gpu
+def test_an_eager_peer_that_cannot_fit_ends_before_it_is_compiled():
+    config = PeerConfig(attention="eager", batch=1, context=131_072)
+    started = time.perf_counter()
+    with pytest.raises(torch.OutOfMemoryError):
+        nanogpt_peer.measure(config)
+    assert time.perf_counter() - started < 20

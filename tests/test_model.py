@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from minitx.embedding import Embedding
 from minitx.kernels import attention_reference
-from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, num_params
+from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, gelu, num_params
 from minitx.rope import RotaryEmbedding, inverse_frequencies
 
 KERNELS = ["eager", "sdpa", "triton-softmax", "tilelang-softmax", "triton", "tilelang"]
@@ -268,3 +268,30 @@ def test_compiled_code_cannot_look_into_an_embeddings_gradient():
     compiled = torch.compile(lambda ids: embedding(ids).sum(), fullgraph=True, backend=backend)
     compiled(torch.arange(7)).backward()
     assert "minitx.embedding_bwd.default" in seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gelu_is_as_exact_as_pytorchs_own(dtype):
+    """Value and slope from -12 to 12, and far out, where the cube overflows: against float64."""
+
+    def curves(function, dtype):
+        x = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+        x = torch.cat((x, torch.tensor([1e4, -1e4, 1e30]))).to(dtype).to(torch.float64)
+        x = x.to(dtype).requires_grad_()
+        y = function(x)
+        (slope,) = torch.autograd.grad(y[:-1].sum(), x)  # of 1e30 PyTorch's own is NaN
+        return y.detach().double(), slope[:-1].double()
+
+    def own(x):
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+    def exact(x):
+        return own(x.double())
+
+    compiled = torch.compile(gelu, fullgraph=True, backend="aot_eager")
+    eps = torch.finfo(dtype).eps
+    for got, pytorchs, true in zip(
+        curves(compiled, dtype), curves(own, dtype), curves(exact, dtype), strict=True
+    ):
+        budget = 2 * (pytorchs - true).abs().max().clamp(max=1e-2) + eps
+        assert ((got - true).abs() / true.abs().clamp(min=1)).max() <= budget

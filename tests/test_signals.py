@@ -65,7 +65,7 @@ def test_before_a_step_is_made_there_is_nothing_to_save(
 
 
 STAGES = {  # where the signal arrives, and the step that is then saved
-    "step": (Trainer, "update", 3, 3),
+    "step": (Trainer, "launch_step", 3, 3),
     "evaluation": (Trainer, "evaluate", 1, 4),
     "saving": (checkpoint, "write_tensors", 3, 4),  # the third file: the model of step 4
     "moving-latest": (checkpoint, "point", 1, 2),

@@ -316,17 +316,15 @@ def test_evaluating_in_between_changes_nothing_that_is_learned(tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpt2-124m", "llama-124m", "long-context"])
+CONFIGS = ["cpu", "gpt2-124m", "llama-124m", "long-context", "million-tokens"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_loads_and_is_consistent(name):
     from minitx.cli import parse_config
 
     path = ROOT / "configs" / f"{name}.yaml"
-    assert {p.stem for p in path.parent.glob("*.yaml")} == {
-        "cpu",
-        "gpt2-124m",
-        "llama-124m",
-        "long-context",
-    }
+    assert {p.stem for p in path.parent.glob("*.yaml")} == set(CONFIGS)
     config = parse_config(TrainConfig, [f"--config={path}"], prog="train.py", description="")
     config.validate()
     assert config.accumulation * config.micro_batch * config.seq_len == config.batch.tokens

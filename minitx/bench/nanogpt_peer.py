@@ -155,9 +155,18 @@ def make_step(config: PeerConfig, device: torch.device) -> Callable[[], torch.Te
     return step
 
 
+def hold_probabilities(config: PeerConfig, device: torch.device) -> None:
+    """Raises OutOfMemoryError at once, and not after a minute of compiling, if the probabilities
+    that eager attention keeps for its backward do not fit by themselves."""
+    shape = (config.n_layer, config.batch, config.n_head, config.context, config.context)
+    torch.empty(shape, dtype=getattr(torch, config.dtype), device=device)
+
+
 def measure(config: PeerConfig) -> dict:
     """Trains, and returns what report.json of train.py says too."""
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if config.attention == "eager" and device.type == "cuda":
+        hold_probabilities(config, device)
     torch.set_float32_matmul_precision("high")
     metrics.reset_peak_memory(device)
     pinned = contextlib.nullcontext()
