@@ -42,6 +42,7 @@ from minitx.kernels.triton_attention_tiles import (
     padded_head_dim,
     scale_sign,
 )
+from minitx.kernels.triton_launch import launch
 from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
 from minitx.kernels.triton_tiles import (
     LOG2E,
@@ -181,23 +182,23 @@ def _fwd(
         return out, lse
     BLOCK_M, BLOCK_N, num_warps, num_stages = fwd_tiles(q, k)
     with launching_on(q.device):
-        attention_fwd[(-(-Sq // BLOCK_M) * B * Hq,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            out.stride(),
-            scale,
-            B * Hq,
-            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
-            Hq,
-            Hkv,
-            Sq,
-            Skv,
+        launch(
+            attention_fwd,
+            -(-Sq // BLOCK_M) * B * Hq,
+            (q, k, v, out, lse),
+            (
+                q.stride(),
+                k.stride(),
+                v.stride(),
+                out.stride(),
+                scale,
+                B * Hq,
+                heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
+                Hq,
+                Hkv,
+                Sq,
+                Skv,
+            ),
             D=D,
             HEAD_DIM=padded_head_dim(D),
             IS_CAUSAL=is_causal,

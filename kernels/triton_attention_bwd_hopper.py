@@ -57,6 +57,7 @@ from minitx.kernels.triton_hopper_tiles import (
     store_rows,
     visible_keys,
 )
+from minitx.kernels.triton_launch import launch
 
 BLOCK = gl.constexpr(128)  # queries of a program for dQ, keys of one for dK and dV
 BLOCK_N = gl.constexpr(128)  # keys of a tile, for dQ
@@ -361,18 +362,21 @@ def launch_bwd_hopper(
     dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     q_desc, dout_desc = descriptor(q, ROWS.value), descriptor(dout, ROWS.value)
     qk_scale, row_bytes = scale * LOG2E.value, 2 * D * q.element_size()
-    attention_bwd_dq_hopper[(-(-Sq // BLOCK.value) * B * Hq,)](
-        q_desc, dout_desc, descriptor(k, BLOCK_N.value), descriptor(v, BLOCK_N.value),
-        out, lse, dout, lse if dlse is None else dlse, exponent, delta, dq,
-        out.stride(), dout.stride(), dlse_strides, dq.stride(),
-        scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
-        Hq, Hkv, Sq, Skv, pitch,
+    launch(
+        attention_bwd_dq_hopper, -(-Sq // BLOCK.value) * B * Hq,
+        (q_desc, dout_desc, descriptor(k, BLOCK_N.value), descriptor(v, BLOCK_N.value),
+         out, lse, dout, lse if dlse is None else dlse, exponent, delta, dq),
+        (out.stride(), dout.stride(), dlse_strides, dq.stride(),
+         scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
+         Hq, Hkv, Sq, Skv, pitch),
         IS_CAUSAL=is_causal, HAS_DLSE=dlse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    attention_bwd_dkdv_hopper[(-(-Skv // BLOCK.value) * B * Hkv,)](
-        q_desc, dout_desc, descriptor(k, ROWS.value), descriptor(v, ROWS.value),
-        exponent, delta, dk, dv, dk.stride(), dv.stride(),
-        scale, qk_scale, B * Hkv, heads_per_wave(Sq * row_bytes * (Hq // Hkv)),
-        Hq, Sq, Skv, pitch,
+    launch(
+        attention_bwd_dkdv_hopper, -(-Skv // BLOCK.value) * B * Hkv,
+        (q_desc, dout_desc, descriptor(k, ROWS.value), descriptor(v, ROWS.value),
+         exponent, delta, dk, dv),
+        (dk.stride(), dv.stride(),
+         scale, qk_scale, B * Hkv, heads_per_wave(Sq * row_bytes * (Hq // Hkv)),
+         Hq, Sq, Skv, pitch),
         IS_CAUSAL=is_causal, GROUP=Hq // Hkv, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

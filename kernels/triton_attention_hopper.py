@@ -56,6 +56,7 @@ from minitx.kernels.triton_hopper_tiles import (
     store_rows,
     visible_keys,
 )
+from minitx.kernels.triton_launch import launch
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
@@ -252,22 +253,28 @@ def launch_fwd_hopper(
     """Fills out, in q's layout, and lse [B, Hq, Sq], on the current device."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     qk_scale = scale * LOG2E.value
-    attention_fwd_hopper[(-(-Sq // BLOCK_M.value) * B * Hq,)](
-        descriptor(q, ROWS.value),
-        descriptor(k, BLOCK_N.value),
-        descriptor(v, BLOCK_N.value),
-        out,
-        lse,
-        out.stride(),
-        scale,
-        qk_scale,
-        2.0 ** math.ceil(math.log2(qk_scale)),
-        B * Hq,
-        heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
-        Hq,
-        Hkv,
-        Sq,
-        Skv,
+    launch(
+        attention_fwd_hopper,
+        -(-Sq // BLOCK_M.value) * B * Hq,
+        (
+            descriptor(q, ROWS.value),
+            descriptor(k, BLOCK_N.value),
+            descriptor(v, BLOCK_N.value),
+            out,
+            lse,
+        ),
+        (
+            out.stride(),
+            scale,
+            qk_scale,
+            2.0 ** math.ceil(math.log2(qk_scale)),
+            B * Hq,
+            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
+            Hq,
+            Hkv,
+            Sq,
+            Skv,
+        ),
         IS_CAUSAL=is_causal,
         num_warps=4,
         enable_fp_fusion=True,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.softmax_ops import define_softmax
+from minitx.kernels.triton_launch import launch
 from minitx.kernels.triton_rows import (
     VECTOR_BYTES,
     can_shift,
@@ -209,17 +210,20 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     is_shifted = _shifts((x, y), [x_strides, y_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
     with launching_on(x.device):
-        _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
-            x,
-            y,
-            sizes,
-            x_strides,
-            y_strides,
-            x.stride(-1),
-            y.stride(-1),
-            n_rows,
-            n_cols,
-            x.shape[-2] if is_causal else 1,
+        launch(
+            _softmax_fwd_kernel,
+            -(-n_rows // block_m),
+            (x, y),
+            (
+                sizes,
+                x_strides,
+                y_strides,
+                x.stride(-1),
+                y.stride(-1),
+                n_rows,
+                n_cols,
+                x.shape[-2] if is_causal else 1,
+            ),
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
             BLOCK_M=block_m,
@@ -236,20 +240,22 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     is_shifted = _shifts((y, dy, dx), [y_strides, dy_strides, dx_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
     with launching_on(y.device):
-        _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
-            y,
-            dy,
-            dx,
-            sizes,
-            y_strides,
-            dy_strides,
-            dx_strides,
-            y.stride(-1),
-            dy.stride(-1),
-            dx.stride(-1),
-            n_rows,
-            n_cols,
-            y.shape[-2] if is_causal else 1,
+        launch(
+            _softmax_bwd_kernel,
+            -(-n_rows // block_m),
+            (y, dy, dx),
+            (
+                sizes,
+                y_strides,
+                dy_strides,
+                dx_strides,
+                y.stride(-1),
+                dy.stride(-1),
+                dx.stride(-1),
+                n_rows,
+                n_cols,
+                y.shape[-2] if is_causal else 1,
+            ),
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
             BLOCK_M=block_m,
