@@ -225,6 +225,9 @@ class Launches:
 
         return launch
 
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
 def test_nothing_is_computed_for_gradients_not_asked_for(device, monkeypatch, needs):
