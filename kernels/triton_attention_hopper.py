@@ -46,7 +46,7 @@ from minitx.kernels.triton_hopper_tiles import (
     STAGES,
     advance,
     block_and_head,
-    descriptor,
+    descriptors,
     key_tiles,
     left_layout,
     load_next,
@@ -56,7 +56,7 @@ from minitx.kernels.triton_hopper_tiles import (
     store_rows,
     visible_keys,
 )
-from minitx.kernels.triton_launch import launch
+from minitx.kernels.triton_launch import Launch
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
@@ -241,28 +241,21 @@ def attention_fwd_hopper(
     )
 
 
-def launch_fwd_hopper(
+def fwd_launch_hopper(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
     is_causal: bool,
     scale: float,
-) -> None:
-    """Fills out, in q's layout, and lse [B, Hq, Sq], on the current device."""
+) -> Launch:
+    """What fills out, in q's layout, and lse [B, Hq, Sq], given (q, k, v, out, lse) like these."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     qk_scale = scale * LOG2E.value
-    launch(
+    return Launch(
         attention_fwd_hopper,
+        q.device,
         -(-Sq // BLOCK_M.value) * B * Hq,
-        (
-            descriptor(q, ROWS.value),
-            descriptor(k, BLOCK_N.value),
-            descriptor(v, BLOCK_N.value),
-            out,
-            lse,
-        ),
         (
             out.stride(),
             scale,
@@ -275,6 +268,7 @@ def launch_fwd_hopper(
             Sq,
             Skv,
         ),
+        describe=descriptors(ROWS.value, BLOCK_N.value, BLOCK_N.value),
         IS_CAUSAL=is_causal,
         num_warps=4,
         enable_fp_fusion=True,

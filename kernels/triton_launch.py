@@ -1,18 +1,20 @@
-"""Launching a Triton kernel once more, without looking again for the compiled kernel.
+"""Launching a Triton kernel once more, without looking again for what to launch.
 
 `kernel[grid](...)` binds its arguments, finds out what is special about each of them and looks the
-compiled kernel up under a name made of all that: more work for the host than many a launch is for
-the GPU. But a model launches with the same lengths and strides layer after layer, step after step.
-So here a compiled kernel is kept under what its choice depends on, and run directly:
+compiled kernel up under a name made of all that; before it, tiles are chosen and strides looked
+at. All of it takes the host longer than a small launch takes the GPU, and comes out the same for
+the same lengths and strides: those of layer after layer and step after step. So a `Launch` is made
+once for each, kept, and run with other tensors:
 
-    launch(kernel, n_programs, (x, y), (x.stride(), y.stride(), scale), BLOCK_M=64, num_warps=4)
-
-does what kernel[(n_programs,)](x, y, x.stride(), y.stride(), scale, BLOCK_M=64, num_warps=4) does,
-on the current device and its current stream.
+    key = ("twice", x.dtype, x.device, x.shape, x.stride())       # all that the launch depends on
+    launch = remembered(key)
+    if launch is None:
+        launch = remember(key, Launch(twice, x.device, n_programs, (x.stride(), 2.0), BLOCK=64))
+    launch(x, y)
 
 What is asked of Triton is one method, CompiledKernel.run, in the form that the releases in
-RUN_RELEASES share. With another release, in the interpreter, and where a profiler has hooked itself
-to launches, every launch goes Triton's own way.
+RUN_RELEASES share. With another release, and where a profiler has hooked itself to launches, every
+launch goes Triton's own way; in the interpreter nothing is kept at all.
 """
 
 from typing import Any
@@ -21,79 +23,109 @@ import torch
 import triton
 from triton import knobs
 
-from minitx.kernels.triton_runtime import IS_INTERPRETED
+from minitx.kernels.triton_runtime import IS_INTERPRETED, launching_on
 
 RUN_RELEASES = ("3.6", "3.8", "3.9")  # those whose source was read for it
-# Triton compiles apart for a pointer that is a multiple of it, and for one that is not.
-ALIGNMENT = 16
-# Launches that are remembered: of some hundred bytes each, many more than a training step has.
-MAX_REMEMBERED = 4096
+ALIGNMENT = 16  # bytes: Triton compiles apart for addresses that are multiples of it
+MAX_REMEMBERED = 4096  # of some KiB each; many more than a model has shapes
 
-_remembered: dict[tuple, tuple[Any, tuple]] = {}
+_remembered: dict[tuple, Any] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a PyTorch for GPUs has it
 
 
-def launch(kernel: Any, n_programs: int, tensors: tuple, scalars: tuple, **options: Any) -> None:
-    """kernel[(n_programs,)](*tensors, *scalars, **options) on the current device.
+def remembered(key: tuple) -> Any:
+    """What was remembered under the key, or None."""
+    return _remembered.get(key)
 
-    Args:
-        kernel: a function of triton.jit or gluon.jit.
-        tensors: its first arguments, all on the current device: tensors, TMA descriptors of
-            tensors, or None.
-        scalars: those that follow: numbers, and tuples of them, each of always the same type.
-        options: its constants, in the order of its parameters, and then the compiler's options.
+
+def remember(key: tuple, launch: Any) -> Any:
+    """Keeps a launch, or what makes several, and returns it."""
+    if not IS_INTERPRETED:
+        if len(_remembered) >= MAX_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = launch
+    return launch
+
+
+class Launch:
+    """A Triton kernel with all that a launch is given but its tensors.
+
+    launch(*tensors) is kernel[(n_programs,)](*tensors, *scalars, **options) on `device` and its
+    current stream. Every call's tensors are of the same dtypes, shapes and strides, and None in
+    the same places.
     """
-    if not CAN_RUN_AGAIN:
-        kernel[(n_programs,)](*tensors, *scalars, **options)
-        return
-    arguments: list[Any] = []
-    dtypes: list[Any] = []
-    addresses = 0
-    for t in tensors:
-        if isinstance(t, torch.Tensor):
-            arguments.append(t.data_ptr())  # an address is taken as it is, a tensor looked up
-            dtypes.append(t.dtype)
-            addresses |= arguments[-1]
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        n_programs: int,
+        scalars: tuple,
+        describe: tuple = (),
+        **options: Any,
+    ) -> None:
+        """describe: for each of the first tensors, what makes the TMA descriptor by which the
+        kernel reads it. scalars: numbers and tuples of them. options: the kernel's constants and
+        the compiler's options."""
+        self.kernel, self.device, self.n_programs = kernel, device, n_programs
+        self.scalars, self.options, self.describe = scalars, options, describe
+        self._compiled: Any = None
+        self._descriptors: list[Any] = []
+        self._after_tensors: tuple = ()  # scalars and constants, as the kernel's parameters are
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        arguments: list[Any] = []  # addresses, which Triton takes as they are
+        bits = 0
+        for t in tensors:
+            address = None if t is None else t.data_ptr()
+            arguments.append(address)
+            bits |= address or 0
+        if self._compiled is None or bits % ALIGNMENT != 0 or self._is_watched():
+            self._launch_by_triton(tensors, is_aligned=bits % ALIGNMENT == 0)
+            return
+        for i, known in enumerate(self._descriptors):
+            arguments[i] = _of_another(known, tensors[i])
+        if self.device.index == torch.cuda.current_device():
+            self._run(arguments)
         else:
-            arguments.append(t)
-            dtypes.append(None if t is None else t.base.dtype)
-    device_index = torch.cuda.current_device()
-    key = (kernel, device_index, *dtypes, scalars, *options.values())
-    found = _remembered.get(key)
-    if found is None or addresses % ALIGNMENT != 0 or _is_watched(kernel):
-        compiled = kernel[(n_programs,)](*tensors, *scalars, **options)
-        if addresses % ALIGNMENT == 0:
-            _remember(key, compiled, _constants(kernel, len(tensors) + len(scalars), options))
-        return
-    compiled, constants = found
-    # Three sizes of the grid, stream, what to launch, what a profiler would be told and the hooks
-    # for telling it; then every parameter.
-    compiled.run(
-        n_programs, 1, 1, _current_stream(device_index), compiled.function,
-        compiled.packed_metadata, None, None, None, *arguments, *scalars, *constants,
-    )  # fmt: skip
+            with torch.cuda.device(self.device):
+                self._run(arguments)
+
+    def _launch_by_triton(self, tensors: tuple[torch.Tensor | None, ...], is_aligned: bool) -> None:
+        n = len(self.describe)
+        described = [make(t) for make, t in zip(self.describe, tensors, strict=False)]
+        given = (*described, *tensors[n:], *self.scalars)
+        with launching_on(self.device):
+            compiled = self.kernel[(self.n_programs,)](*given, **self.options)
+        if is_aligned and CAN_RUN_AGAIN:
+            constants = (self.options[name] for name in self.kernel.arg_names[len(given) :])
+            self._after_tensors = (*self.scalars, *constants)
+            self._descriptors = described
+            self._compiled = compiled
+
+    def _run(self, arguments: list[Any]) -> None:
+        compiled, stream = self._compiled, _current_stream(self.device.index)  # type: ignore[misc]
+        # The grid's three sizes, the stream, what to launch; what a profiler would be told, and
+        # whom to tell it before and after; then every parameter of the kernel.
+        compiled.run(
+            self.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            None, None, None, *arguments, *self._after_tensors,
+        )  # fmt: skip
+
+    def _is_watched(self) -> bool:
+        """Whether someone is to be told of launches: a profiler, or a hook of the kernel's own."""
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # Chains of hooks, empty as a rule; or what someone put in the place of one.
+        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        return bool(watched or self.kernel.pre_run_hooks)
 
 
-def _constants(kernel: Any, n_given: int, options: dict[str, Any]) -> tuple:
-    """The values of the parameters after the first n_given."""
-    return tuple(options[name] for name in kernel.arg_names[n_given:])
-
-
-def _remember(key: tuple, compiled: Any, constants: tuple) -> None:
-    if len(_remembered) >= MAX_REMEMBERED:
-        _remembered.clear()
-    _remembered[key] = compiled, constants
-
-
-def _is_watched(kernel: Any) -> bool:
-    """Whether a launch of this kernel is to be told to someone: a profiler, or a hook of the
-    kernel's own."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # A chain of hooks, empty as a rule; or what someone put in its place.
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave)) or bool(
-        kernel.pre_run_hooks
-    )
+def _of_another(descriptor: Any, t: torch.Tensor | None) -> Any:
+    """The same descriptor, of t: without its constructor, whose checks cost as much as a launch."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__)
+    other.base = t
+    return other
 
 
 def _can_run_again() -> bool:

@@ -1,5 +1,7 @@
 """Triton kernels launched again: what is kept for it, and when Triton is asked anew."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ if not _support.ok:
 from triton import knobs  # noqa: E402
 
 from minitx.kernels import triton_launch  # noqa: E402
-from minitx.kernels.triton_launch import launch  # noqa: E402
+from minitx.kernels.triton_launch import Launch, remember, remembered  # noqa: E402
 from minitx.testing import make_qkv  # noqa: E402
 
-DEVICE, STREAM = 3, 77  # that the stand-ins below say are current
+CURRENT, STREAM = 3, 77  # the device and stream that the stand-ins below say are current
+DEVICE = torch.device("cuda", CURRENT)
 
 
 class Compiled:
@@ -28,112 +31,122 @@ class Compiled:
         self.runs = []
 
     def run(self, *args) -> None:
-        self.runs.append(args)
+        self.runs.append((torch.cuda.current_device(), *args))
 
 
 class Kernel:
-    """Stands in for a function of triton.jit: compiles at every launch of Triton's own."""
+    """Stands in for a function of triton.jit, which compiles at every launch of Triton's own."""
 
     arg_names = ("x", "y", "strides", "scale", "BLOCK", "IS_CAUSAL")
 
     def __init__(self) -> None:
         self.pre_run_hooks = []
         self.asked = []  # (grid, args, options)
-        self.compiled = []
+        self.compiled = Compiled()
 
     def __getitem__(self, grid):
         def run(*args, **options):
             self.asked.append((grid, args, options))
-            self.compiled.append(Compiled())
-            return self.compiled[-1]
+            return self.compiled
 
         return run
+
+
+class DeviceForAWhile:
+    """Stands in for torch.cuda.device."""
+
+    now = CURRENT
+
+    def __init__(self, device: torch.device) -> None:
+        self.wanted = device.index
+
+    def __enter__(self) -> None:
+        self.before, DeviceForAWhile.now = DeviceForAWhile.now, self.wanted
+
+    def __exit__(self, *_) -> None:
+        DeviceForAWhile.now = self.before
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """A kernel on a machine where one can be run again."""
     monkeypatch.setattr(triton_launch, "CAN_RUN_AGAIN", True)
-    monkeypatch.setattr(triton_launch, "_remembered", {})
-    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: STREAM + index - DEVICE)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
+    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: STREAM + index - CURRENT)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DeviceForAWhile.now)
+    monkeypatch.setattr(torch.cuda, "device", DeviceForAWhile)
     return Kernel()
 
 
-X = torch.zeros(64)
-Y = torch.zeros(64)
+X, Y, ODD = torch.zeros(64), torch.zeros(64), torch.zeros(65)[1:]
 SCALARS = ((8, 1), 0.5)
 # Not in the order of the kernel's parameters, and with one of the compiler's options.
 OPTIONS = {"IS_CAUSAL": True, "BLOCK": 16, "num_warps": 4}
 
 
 def test_the_second_launch_runs_what_the_first_compiled(kernel):
-    launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
+    launch = Launch(kernel, DEVICE, 5, SCALARS, **OPTIONS)
+    launch(X, Y)
     assert kernel.asked == [((5,), (X, Y, *SCALARS), OPTIONS)]
     x, y = torch.zeros(64), torch.zeros(64)
-    launch(kernel, 6, (x, y), SCALARS, **OPTIONS)
+    launch(x, y)
+    launch(x, None)
     assert len(kernel.asked) == 1
-    (run,) = kernel.compiled[0].runs
-    assert run[:9] == (6, 1, 1, STREAM, "function", "metadata", None, None, None)
-    assert run[9:] == (x.data_ptr(), y.data_ptr(), *SCALARS, 16, True)
+    same = (CURRENT, 5, 1, 1, STREAM, "function", "metadata", None, None, None)
+    assert kernel.compiled.runs == [
+        (*same, x.data_ptr(), y.data_ptr(), *SCALARS, 16, True),
+        (*same, x.data_ptr(), None, *SCALARS, 16, True),
+    ]
 
 
+@dataclasses.dataclass
 class Described:
     """Stands in for a TMA descriptor."""
 
-    def __init__(self, base: torch.Tensor) -> None:
-        self.base = base
+    base: torch.Tensor
+    shape: tuple
+
+    def __post_init__(self) -> None:
+        self.checked = 1
 
 
-@pytest.mark.parametrize(
-    ("tensors", "scalars", "options"),
-    [
-        ((X, Y.half()), SCALARS, OPTIONS),
-        ((X, None), SCALARS, OPTIONS),
-        ((X, Described(Y)), SCALARS, OPTIONS),
-        ((X, Y), ((16, 1), 0.5), OPTIONS),
-        ((X, Y), ((8, 1), 0.25), OPTIONS),
-        ((X, Y), SCALARS, OPTIONS | {"BLOCK": 32}),
-        ((X, Y), SCALARS, OPTIONS | {"num_warps": 8}),
-    ],
-    ids=["dtype", "None", "descriptor", "stride", "scale", "constant", "option"],
-)
-def test_what_a_kernel_is_compiled_for_is_told_apart(kernel, tensors, scalars, options):
-    if tensors[1] is not None and isinstance(tensors[1], Described):
-        launch(kernel, 5, (X, Described(Y.half())), SCALARS, **OPTIONS)
-    else:
-        launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
-    for _ in range(2):
-        launch(kernel, 5, tensors, scalars, **options)
-    assert len(kernel.asked) == 2
-    (run,) = kernel.compiled[1].runs
-    second = tensors[1].data_ptr() if isinstance(tensors[1], torch.Tensor) else tensors[1]
-    assert run[9:] == (
-        X.data_ptr(), second, *scalars, options["BLOCK"], options["IS_CAUSAL"],
-    )  # fmt: skip
+def test_a_descriptor_is_made_once_and_then_only_pointed_elsewhere(kernel):
+    made = []
+
+    def describe(t: torch.Tensor) -> Described:
+        made.append(Described(t, tuple(t.shape)))
+        return made[-1]
+
+    launch = Launch(kernel, DEVICE, 5, SCALARS, describe=(describe,), **OPTIONS)
+    launch(X, Y)
+    assert kernel.asked[0][1] == (made[0], Y, *SCALARS)
+    x = torch.zeros(64)
+    launch(x, Y)
+    assert len(made) == 1
+    assert made[0].base is X  # which another thread may be launching with
+    descriptor, address = kernel.compiled.runs[0][10:12]
+    assert isinstance(descriptor, Described)
+    assert (descriptor.base.data_ptr(), descriptor.shape) == (x.data_ptr(), (64,))
+    assert address == Y.data_ptr()
 
 
-def test_each_device_and_kernel_has_its_own(kernel, monkeypatch):
-    launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
-    other = Kernel()
-    launch(other, 5, (X, Y), SCALARS, **OPTIONS)
-    assert len(other.asked) == 1
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE + 1)
-    for _ in range(2):
-        launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
-    assert len(kernel.asked) == 2
-    assert [run[3] for run in kernel.compiled[1].runs] == [STREAM + 1]
+def test_on_another_device_than_the_current_one(kernel):
+    launch = Launch(kernel, torch.device("cuda", CURRENT + 1), 5, SCALARS, **OPTIONS)
+    launch(X, Y)
+    launch(X, Y)
+    assert [run[:5] for run in kernel.compiled.runs] == [(CURRENT + 1, 5, 1, 1, STREAM + 1)]
+    assert torch.cuda.current_device() == CURRENT
 
 
 def test_an_odd_address_is_for_triton_to_see(kernel):
-    odd = torch.zeros(65)[1:]
-    assert odd.data_ptr() % 16 == 4
-    for _ in range(2):
-        launch(kernel, 5, (X, odd), SCALARS, **OPTIONS)
-    assert len(kernel.asked) == 2
-    launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)  # what those compiled is not for aligned tensors
+    assert ODD.data_ptr() % 16 == 4
+    launch = Launch(kernel, DEVICE, 5, SCALARS, **OPTIONS)
+    launch(X, ODD)
+    launch(X, ODD)
+    launch(X, Y)  # what was compiled for odd addresses is not kept for this one
     assert len(kernel.asked) == 3
-    launch(kernel, 5, (X, odd), SCALARS, **OPTIONS)
+    launch(X, Y)
+    assert len(kernel.asked) == 3
+    launch(ODD, Y)
     assert len(kernel.asked) == 4
 
 
@@ -142,24 +155,23 @@ def test_hooks_see_every_launch(kernel, monkeypatch, name):
     def hook(*args, **kwargs):
         raise AssertionError("for Triton to call")
 
-    launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
-    if name == "pre_run_hooks":
-        kernel.pre_run_hooks.append(hook)
-    else:
-        getattr(knobs.runtime, name).add(hook)
+    launch = Launch(kernel, DEVICE, 5, SCALARS, **OPTIONS)
+    launch(X, Y)
+    hooks = kernel.pre_run_hooks if name == "pre_run_hooks" else getattr(knobs.runtime, name).calls
+    hooks.append(hook)
     try:
-        launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
+        launch(X, Y)
         assert len(kernel.asked) == 2
     finally:
-        if name == "pre_run_hooks":
-            kernel.pre_run_hooks.clear()
-        else:
-            getattr(knobs.runtime, name).remove(hook)
-    launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
+        hooks.remove(hook)
+    launch(X, Y)
     assert len(kernel.asked) == 2
-    if name != "pre_run_hooks":  # in place of the chain, as older profilers set it
+    if name != "pre_run_hooks":  # in place of the chain
         monkeypatch.setattr(knobs.runtime, name, hook)
-        launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
+        launch(X, Y)
+        assert len(kernel.asked) == 3
+        monkeypatch.setattr(knobs.runtime, name, None)
+        launch(X, Y)
         assert len(kernel.asked) == 3
 
 
@@ -169,19 +181,28 @@ def test_an_unknown_triton_goes_its_own_way(kernel, monkeypatch):
     for release, expected in (("3.6.0", True), ("3.9.1", True), ("3.60.0", False), ("4.0", False)):
         monkeypatch.setattr(triton_launch.triton, "__version__", release)
         assert triton_launch._can_run_again() == expected
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setattr(triton_launch.triton, "__version__", "3.6.0")
+    assert not triton_launch._can_run_again()
     monkeypatch.setattr(triton_launch, "CAN_RUN_AGAIN", False)
-    for _ in range(2):
-        launch(kernel, 5, (X, Y), SCALARS, **OPTIONS)
+    launch = Launch(kernel, DEVICE, 5, SCALARS, **OPTIONS)
+    launch(X, Y)
+    launch(X, Y)
     assert len(kernel.asked) == 2
 
 
-def test_not_more_is_kept_than_a_model_needs(kernel, monkeypatch):
+def test_not_more_is_remembered_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(triton_launch, "_remembered", {})
     monkeypatch.setattr(triton_launch, "MAX_REMEMBERED", 3)
-    for length in range(10):
-        launch(kernel, length, (X, Y), ((length, 1), 0.5), **OPTIONS)
+    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
+    for n in range(10):
+        assert remembered((n,)) is None
+        assert remember((n,), str(n)) == str(n)
+        assert remembered((n,)) == str(n)
         assert len(triton_launch._remembered) <= 3
-    launch(kernel, 9, (X, Y), ((9, 1), 0.5), **OPTIONS)
-    assert len(kernel.asked) == 10
+    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", True)  # where tiles depend on more
+    assert remember(("new",), "launch") == "launch"
+    assert remembered(("new",)) is None
 
 
 # On a GPU
