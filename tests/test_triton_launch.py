@@ -205,6 +205,88 @@ def test_not_more_is_remembered_than_there_is_room_for(monkeypatch):
     assert remembered(("new",)) is None
 
 
+# What is remembered of a call
+
+
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter too, where a launch told apart too little has the wrong strides."""
+    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
+
+
+def other_strides(t: torch.Tensor) -> torch.Tensor:
+    """t's values, with its last dim the outermost in memory."""
+    return t.detach().movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def attention_results(kernel, q, k, v, dout, dlse, needs, **settings) -> list[torch.Tensor]:
+    """out, lse, and the gradients that are needed."""
+    leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
+    out, lse = attention(*leaves, kernel=kernel, return_lse=True, **settings)
+    results, grads = ((out, lse), (dout, dlse)) if dlse is not None else ((out,), (dout,))
+    wanted = [t for t in leaves if t.requires_grad]
+    return [out, lse, *torch.autograd.grad(results, wanted, grads)]
+
+
+def _calls() -> dict[str, dict]:
+    """By what they differ in from the first: the arguments of attention_results."""
+    q, k, v = make_qkv(2, 2, 1, 8, 8, 16, device=_probe.device.type)
+    dout, dlse = torch.randn_like(q), torch.randn_like(q[..., 0])
+    longer = make_qkv(2, 2, 1, 8, 12, 16, device=_probe.device.type)[1:]
+    first = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "needs": (True, True, True)}
+    others: dict[str, dict] = {
+        "nothing": {},
+        "q's strides": {"q": other_strides(q)},
+        "k's strides": {"k": other_strides(k)},
+        "v's strides": {"v": other_strides(v)},
+        "dout's strides": {"dout": other_strides(dout)},
+        "dlse's strides": {"dlse": dlse.mT.contiguous().mT},
+        "dlse": {"dlse": None},
+        "Skv": {"k": longer[0], "v": longer[1]},
+        "scale": {"scale": 0.7},
+        "no causal rule": {"is_causal": False},
+        "no dq": {"needs": (False, True, True)},
+        "no dk": {"needs": (True, False, True)},
+        "no dv": {"needs": (True, True, False)},
+        "Sq": {"q": q[:, :, :5], "dout": dout[:, :, :5], "dlse": dlse[..., :5]},
+    }
+    return {name: first | other for name, other in others.items()}
+
+
+def test_calls_of_attention_that_differ_are_told_apart(remembering):
+    calls = _calls()
+    for name, call in calls.items():
+        attention_results("triton", **calls["nothing"])
+        actual = attention_results("triton", **call)
+        expected = attention_results("reference", **call)
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+    kept = len(triton_launch._remembered)
+    attention_results("triton", **calls["nothing"])
+    assert len(triton_launch._remembered) == kept > len(calls)
+
+
+def test_calls_of_softmax_that_differ_are_told_apart(remembering):
+    scores = torch.randn(6, 40, device=_probe.device)
+    grad = torch.randn_like(scores)
+    for x, dy, is_causal in (
+        (scores, grad, False),
+        (other_strides(scores), grad, False),
+        (scores, other_strides(grad), False),
+        (scores, grad, True),
+        (scores[:, :30], grad[:, :30], False),
+        (scores[:5], grad[:5], False),
+    ):
+        results = []
+        for kernel in ("triton", "reference"):
+            leaf = x.detach().requires_grad_()
+            y = softmax(leaf, is_causal=is_causal, kernel=kernel)
+            results.append((y, *torch.autograd.grad(y, leaf, dy)))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
 # On a GPU
 
 
