@@ -231,19 +231,22 @@ def attention_results(kernel, q, k, v, dout, dlse, needs, **settings) -> list[to
 
 def _calls() -> dict[str, dict]:
     """By what they differ in from the first: the arguments of attention_results."""
-    q, k, v = make_qkv(2, 2, 1, 8, 8, 16, device=_probe.device.type)
-    dout, dlse = torch.randn_like(q), torch.randn_like(q[..., 0])
-    longer = make_qkv(2, 2, 1, 8, 12, 16, device=_probe.device.type)[1:]
+    device = _probe.device.type
+    # Cut out of longer ones, so that their lengths can change and their strides stay.
+    long_q, long_k, long_v = make_qkv(2, 2, 1, 12, 12, 16, device=device)
+    q, k, v = long_q[:, :, :8], long_k[:, :, :8], long_v[:, :, :8]
+    dout, dlse = torch.randn(2, 2, 8, 16, device=device), torch.randn(2, 2, 8, device=device)
     first = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "needs": (True, True, True)}
     others: dict[str, dict] = {
         "nothing": {},
         "q's strides": {"q": other_strides(q)},
+        "heads of q that are one": {"q": q[:, :1].expand(2, 2, 8, 16)},  # whose out is as before
         "k's strides": {"k": other_strides(k)},
         "v's strides": {"v": other_strides(v)},
         "dout's strides": {"dout": other_strides(dout)},
         "dlse's strides": {"dlse": dlse.mT.contiguous().mT},
         "dlse": {"dlse": None},
-        "Skv": {"k": longer[0], "v": longer[1]},
+        "Skv": {"k": long_k, "v": long_v},
         "scale": {"scale": 0.7},
         "no causal rule": {"is_causal": False},
         "no dq": {"needs": (False, True, True)},
