@@ -98,9 +98,11 @@ def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
 
 def _without_repeats(t: torch.Tensor) -> torch.Tensor:
     """k or v with one batch or head in place of the many of an expanded view."""
-    for dim in (0, 1):
-        if t.stride(dim) == 0:
-            t = t.narrow(dim, 0, 1)
+    b, h, _, _ = t.stride()
+    if b == 0:
+        t = t.narrow(0, 0, 1)
+    if h == 0:
+        t = t.narrow(1, 0, 1)
     return _as_rows(t)
 
 
@@ -155,7 +157,7 @@ def _bwd_requests(
 def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if not q.is_cuda and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
     out, lse = empty_outputs(q)
@@ -174,7 +176,7 @@ def _fwd(
         q.shape[1] // k.shape[1],
         exponent_scale(scale, key["dtype"]),
     )
-    if out_rows.data_ptr() != out.data_ptr():
+    if out_rows is not out and out_rows.data_ptr() != out.data_ptr():
         out.copy_(out_rows)
     return out, lse
 
@@ -192,7 +194,7 @@ def _bwd(
     needs: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) in the inputs' layouts; one that is not needed is an empty tensor."""
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if not q.is_cuda and q.dtype != torch.float32:
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
@@ -205,7 +207,7 @@ def _bwd(
     ]
     _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, *rows)
     for grad, row in zip(grads, rows, strict=True):
-        if row.data_ptr() != grad.data_ptr():
+        if row is not grad and row.data_ptr() != grad.data_ptr():
             grad.copy_(row)
     return grads
 
