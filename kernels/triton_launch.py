@@ -100,7 +100,7 @@ class Launch:
         if is_aligned and CAN_RUN_AGAIN:
             constants = (self.options[name] for name in self.kernel.arg_names[len(given) :])
             self._after_tensors = (*self.scalars, *constants)
-            self._descriptors = described
+            self._descriptors = [_of_another(d, None) for d in described]  # keeps no tensor alive
             self._compiled = compiled
 
     def _run(self, arguments: list[Any]) -> None:

@@ -1,6 +1,7 @@
 """Triton kernels launched again: what is kept for it, and when Triton is asked anew."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -122,11 +123,30 @@ def test_a_descriptor_is_made_once_and_then_only_pointed_elsewhere(kernel):
     x = torch.zeros(64)
     launch(x, Y)
     assert len(made) == 1
-    assert made[0].base is X  # which another thread may be launching with
+    assert made[0].base is X
     descriptor, address = kernel.compiled.runs[0][10:12]
     assert isinstance(descriptor, Described)
     assert (descriptor.base.data_ptr(), descriptor.shape) == (x.data_ptr(), (64,))
     assert address == Y.data_ptr()
+
+
+def test_a_launch_keeps_no_tensor_alive(kernel):
+    x = torch.zeros(64)
+    launch = Launch(kernel, DEVICE, 5, SCALARS, describe=(lambda t: Described(t, ()),), **OPTIONS)
+    launch(x, x)
+    kernel.asked.clear()
+    reference = weakref.ref(x)
+    del x
+    assert reference() is None
+
+
+def test_what_is_remembered_of_attention_keeps_no_tensor_alive(remembering):
+    calls = _calls()
+    attention_results("triton", **calls["nothing"])
+    references = [weakref.ref(calls["nothing"][name]) for name in ("q", "k", "v", "dout", "dlse")]
+    calls.clear()
+    assert triton_launch._remembered
+    assert [reference() for reference in references] == [None] * 5
 
 
 def test_on_another_device_than_the_current_one(kernel):
