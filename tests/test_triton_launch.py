@@ -1,7 +1,11 @@
 """Triton kernels launched again: what is kept for it, and when Triton is asked anew."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,10 +147,10 @@ def test_a_launch_keeps_no_tensor_alive(kernel):
 def test_what_is_remembered_of_attention_keeps_no_tensor_alive(remembering):
     calls = _calls()
     attention_results("triton", **calls["nothing"])
-    references = [weakref.ref(calls["nothing"][name]) for name in ("q", "k", "v", "dout", "dlse")]
+    references = [weakref.ref(calls["nothing"][name]) for name in "qkv"]
     calls.clear()
     assert triton_launch._remembered
-    assert [reference() for reference in references] == [None] * 5
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_on_another_device_than_the_current_one(kernel):
@@ -308,6 +312,22 @@ def test_calls_of_softmax_that_differ_are_told_apart(remembering):
             results.append((y, *torch.autograd.grad(y, leaf, dy)))
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    ["small", pytest.param("attention hopper softmax", marks=pytest.mark.slow)],
+)
+def test_the_gpu_gets_what_triton_itself_would_launch(kernels):
+    if not triton_launch.triton.__version__.startswith(triton_launch.RUN_RELEASES):
+        pytest.skip("this Triton always goes its own way")
+    # In a process of its own: Triton decides when it is imported whether it interprets.
+    script = Path(__file__).with_name("launch_triton_again.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(script), *kernels.split()]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == (1 if kernels == "small" else 14)
 
 
 # On a GPU
