@@ -174,6 +174,7 @@ def _fwd(
     out, lse = empty_outputs(q)
     if q.numel() == 0:
         return out, lse
+    # All that the choice of kernel, its tiles and its arguments depend on.
     key = (
         "attention fwd", q.dtype, q.device, is_causal, scale, q.shape, k.shape,
         q.stride(), k.stride(), v.stride(), is_aligned(q, k, v),
@@ -252,7 +253,8 @@ def _bwd(
     key = (
         "attention bwd", q.dtype, dout.dtype, q.device, is_causal, scale, *needs, q.shape, k.shape,
         q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), is_aligned(q, k, v, out, dout),
+        None if dlse is None else dlse.stride(), *[grad.stride() for grad in grads],
+        is_aligned(q, k, v, out, dout, *grads),
     )  # fmt: skip
     wanted = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]
     launches = remembered(key)

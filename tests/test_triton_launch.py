@@ -19,7 +19,7 @@ if not _support.ok:
 
 from triton import knobs  # noqa: E402
 
-from minitx.kernels import triton_launch  # noqa: E402
+from minitx.kernels import triton_attention, triton_launch  # noqa: E402
 from minitx.kernels.triton_launch import Launch, remember, remembered  # noqa: E402
 from minitx.testing import make_qkv  # noqa: E402
 
@@ -292,6 +292,19 @@ def test_calls_of_attention_that_differ_are_told_apart(remembering):
     kept = len(triton_launch._remembered)
     attention_results("triton", **calls["nothing"])
     assert len(triton_launch._remembered) == kept > len(calls)
+
+
+def test_gradients_that_lie_otherwise_are_told_apart(remembering, monkeypatch):
+    call = _calls()["nothing"]
+
+    def apart(q, k, v, needs):
+        return tuple(other_strides(torch.empty_like(t)) for t in (q, k, v))
+
+    expected = attention_results("triton", **call)
+    monkeypatch.setattr(triton_attention, "empty_grads", apart)
+    actual = attention_results("triton", **call)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_calls_of_softmax_that_differ_are_told_apart(remembering):
