@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from minitx.kernels import runtime
 from minitx.kernels.attention_ops import PACKED, unpack
 from minitx.kernels.auto_choice import choose_kernel
 from minitx.kernels.errors import KernelUnavailableError
@@ -29,8 +30,16 @@ SOFTMAX_KERNELS = ("reference", "eager", "triton", "tilelang")
 logger = logging.getLogger("minitx")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+REFERENCE_DTYPES = (*DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
 LSE_KERNELS = ("reference", "eager", "triton", "tilelang")
+# What kernels that are not PyTorch's own functions are written in.
+LIBRARIES = {
+    "triton": "triton",
+    "triton-softmax": "triton",
+    "tilelang": "tilelang",
+    "tilelang-softmax": "tilelang",
+}
 
 
 class Support(NamedTuple):
@@ -240,24 +249,26 @@ def _known(kernel: str, names: tuple[str, ...]) -> None:
 def _check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            raise ValueError(f"{name} must be 4-D [B, H, S, D], got shape {tuple(t.shape)}")
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be 4-D [B, H, S, D], got shape {tuple(shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if q.dtype not in (*DTYPES, torch.float64):
+    if q.dtype not in REFERENCE_DTYPES:
         raise TypeError(f"q, k and v must be float32, float16 or bfloat16, got {q.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    Hq, Hkv, D = q.shape[1], k.shape[1], q.shape[3]
-    if q.shape[0] != k.shape[0] or k.shape[3] != D:
+    if k_shape != v_shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k_shape)} and {tuple(v_shape)}")
+    B, Hq, _, D = q_shape
+    B_kv, Hkv, _, D_kv = k_shape
+    if B_kv != B or D_kv != D:
         raise ValueError(
-            "q and k must agree in batch and head dim, got "
-            f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+            f"q and k must agree in batch and head dim, got q {tuple(q_shape)} and "
+            f"k {tuple(k_shape)}"
         )
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"head dim must be from 1 to {MAX_HEAD_DIM}, got {D}")
@@ -271,7 +282,7 @@ def _check_attention(
 
 def _check_softmax(x: torch.Tensor, dim: int, is_causal: bool) -> int:
     """Returns dim counted from 0."""
-    if x.dtype not in (*DTYPES, torch.float64):
+    if x.dtype not in REFERENCE_DTYPES:
         raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if x.dim() == 0:
         raise ValueError("x must have at least one dim, got a scalar")
@@ -287,8 +298,6 @@ def _check_softmax(x: torch.Tensor, dim: int, is_causal: bool) -> int:
 
 
 def _library_problem(library: str, device_type: str, device_index: int | None) -> str | None:
-    from minitx.kernels import runtime
-
     if library == "triton":
         return runtime.triton_problem(device_type, device_index)
     return runtime.tilelang_problem(device_type, device_index)
@@ -300,24 +309,27 @@ def _library_problem(library: str, device_type: str, device_index: int | None) -
 _library_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _device_problem(kernel: str, x: torch.Tensor) -> str | None:
+    if kernel not in LIBRARIES:
+        return None
+    device = x.device
+    return _library_problem(LIBRARIES[kernel], device.type, device.index)
+
+
 def _attention_problem(kernel: str, q: torch.Tensor, return_lse: bool) -> str | None:
     _known(kernel, ATTENTION_KERNELS)
     if q.dtype == torch.float64 and kernel != "reference":
         return "it computes float32, float16 and bfloat16, not float64"
     if return_lse and kernel not in LSE_KERNELS:
         return "it does not return lse"
-    if kernel.startswith(("triton", "tilelang")):
-        return _library_problem(kernel.split("-")[0], q.device.type, q.device.index)
-    return None
+    return _device_problem(kernel, q)
 
 
 def _softmax_problem(kernel: str, x: torch.Tensor) -> str | None:
     _known(kernel, SOFTMAX_KERNELS)
     if x.dtype == torch.float64 and kernel != "reference":
         return "it computes float32, float16 and bfloat16, not float64"
-    if kernel in ("triton", "tilelang"):
-        return _library_problem(kernel, x.device.type, x.device.index)
-    return None
+    return _device_problem(kernel, x)
 
 
 def _announce_auto(kernel: str, why: str) -> None:
@@ -361,13 +373,13 @@ def _run_attention(
                 q, k, v, is_causal=is_causal, scale=scale, kernel=row_softmax
             ), None
         case "triton":
-            from minitx.kernels.triton_attention import triton_attention
+            from minitx.kernels import triton_attention
 
-            return triton_attention(q, k, v, is_causal=is_causal, scale=scale)
+            return triton_attention.triton_attention(q, k, v, is_causal=is_causal, scale=scale)
         case "tilelang":
-            from minitx.kernels.tilelang_attention import tilelang_attention
+            from minitx.kernels import tilelang_attention
 
-            return tilelang_attention(q, k, v, is_causal=is_causal, scale=scale)
+            return tilelang_attention.tilelang_attention(q, k, v, is_causal=is_causal, scale=scale)
     raise AssertionError(f"kernel '{kernel}' passed validation but has no branch")
 
 
@@ -380,11 +392,11 @@ def _run_softmax(kernel: str, rows: torch.Tensor, is_causal: bool) -> torch.Tens
 
             return eager_softmax(rows, is_causal=is_causal)
         case "triton":
-            from minitx.kernels.triton_softmax import triton_softmax
+            from minitx.kernels import triton_softmax
 
-            return triton_softmax(rows, is_causal=is_causal)
+            return triton_softmax.triton_softmax(rows, is_causal=is_causal)
         case "tilelang":
-            from minitx.kernels.tilelang_softmax import tilelang_softmax
+            from minitx.kernels import tilelang_softmax
 
-            return tilelang_softmax(rows, is_causal=is_causal)
+            return tilelang_softmax.tilelang_softmax(rows, is_causal=is_causal)
     raise AssertionError(f"kernel '{kernel}' passed validation but has no branch")

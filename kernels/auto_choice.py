@@ -5,6 +5,7 @@ head dim and number of keys. It is drawn from a CSV of `python -m minitx.bench a
 times the kernels side by side, by `python -m minitx.bench auto CSV`; a test holds the two together.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -104,7 +105,10 @@ def _fastest(
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return _capability_once(device)
+
+
+_capability_once = functools.cache(torch.cuda.get_device_capability)
 
 
 # Dynamo then takes the answer as a constant, as `api` says of its own questions to the machine.

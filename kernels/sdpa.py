@@ -41,7 +41,7 @@ def sdpa_attention(
     elif scale < MIN_SCALE:
         q, scale = q * 0.0, 1.0
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    if q.device.type == "cuda" and not (_in_32_bits(q) and _in_32_bits(k) and _in_32_bits(v)):
+    if q.is_cuda and not (_in_32_bits(q) and _in_32_bits(k) and _in_32_bits(v)):
         dim = 0 if q.shape[0] > 1 else 1
         if k.shape[dim] > 1:
             parts = [
@@ -63,7 +63,7 @@ def sdpa_attention(
         scale=scale,
         enable_gqa=is_grouped,
     )
-    if q.shape[0] * q.shape[1] > MAX_CUDNN_HEADS and q.device.type == "cuda":
+    if q.shape[0] * q.shape[1] > MAX_CUDNN_HEADS and q.is_cuda:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _with_aligned_gradient(call(q, k, v))
     return _with_aligned_gradient(call(q, k, v))
@@ -72,7 +72,7 @@ def sdpa_attention(
 def _with_aligned_gradient(out: torch.Tensor) -> torch.Tensor:
     """out, whose gradient is handed on aligned: it may come with any strides, from any address."""
     eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    if out.device.type == "cuda" and out.requires_grad and eager:
+    if out.is_cuda and out.requires_grad and eager:
         out.register_hook(_aligned)
     return out
 
@@ -80,8 +80,8 @@ def _with_aligned_gradient(out: torch.Tensor) -> torch.Tensor:
 def _in_32_bits(x: torch.Tensor) -> bool:
     """Whether 32 bits hold every offset in x. Where they do not, PyTorch gave wrong results (torch
     2.11 on an H200, [2048, 16, 1024, 72] in bfloat16)."""
-    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return span < 2**31
+    (B, H, S, D), (b, h, s, d) = x.shape, x.stride()
+    return (B - 1) * b + (H - 1) * h + (S - 1) * s + (D - 1) * d < 2**31
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -91,11 +91,12 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     context with "misaligned address" (seen with torch 2.11 on an H200).
     """
     # Compiled code sees to it by itself, and dynamo cannot read a storage offset.
-    if x.device.type != "cuda" or torch.compiler.is_compiling():
+    if not x.is_cuda or torch.compiler.is_compiling():
         return x
-    starts = (x.storage_offset(), *x.stride()[:-1])
-    if x.is_contiguous():
-        starts = (x.storage_offset(),)  # PyTorch pads head dims of its own accord
-    if all(start * x.element_size() % 16 == 0 for start in starts):
+    starts = x.storage_offset()
+    if not x.is_contiguous():  # PyTorch pads head dims of its own accord
+        b, h, s, _ = x.stride()
+        starts |= b | h | s  # a power of two divides them all if it divides their bits together
+    if starts * x.element_size() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

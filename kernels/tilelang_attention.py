@@ -21,6 +21,7 @@ dim, is copied first. On a CPU every stride is read in place; float16 and bfloat
 float32 copy, and results are rounded once.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
 }
 ALIGNMENT = 16  # bytes, of every row that TMA fetches
+MAX_STRIDE = 2**37  # elements: TMA counts to 2^40 bytes; none but that of a dim of one is larger
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 
 
@@ -67,49 +69,95 @@ def tilelang_attention(
     return _attention(q, k, v, is_causal, scale)
 
 
-def _is_fetchable(t: torch.Tensor) -> bool:
-    """Whether TMA can fetch the rows of t [B, H, S, D]: contiguous, aligned, none repeated."""
-    strides = [t.stride(dim) * t.element_size() for dim in range(3) if t.shape[dim] > 1]
-    aligned = all(stride > 0 and stride % ALIGNMENT == 0 for stride in strides)
-    return aligned and t.stride(3) == 1 and t.data_ptr() % ALIGNMENT == 0
+def _is_fetchable(strides: tuple[int, ...], t: torch.Tensor) -> bool:
+    """Whether TMA can fetch the rows of t [B, H, S, D], if its strides are these: contiguous,
+    aligned, none repeated."""
+    b, h, s, d = strides
+    unit = ALIGNMENT // t.element_size()
+    in_range = 0 < b < MAX_STRIDE and 0 < h < MAX_STRIDE and 0 < s < MAX_STRIDE
+    # unit is a power of two: it divides each of three numbers if it divides their bits put together
+    return in_range and d == 1 and (b | h | s) % unit == 0 and t.data_ptr() % ALIGNMENT == 0
 
 
 def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
     """t as a kernel can take it: a view of it, or in its place aligned memory, with t's values if
     they are to be kept."""
-    if t.device.type == "cpu":
+    if not t.is_cuda or _is_fetchable(t.stride(), t):
         return t
+    *outer, D = t.shape
     unit = ALIGNMENT // t.element_size()
-    width = -(-t.shape[3] // unit) * unit
-    if not _is_fetchable(t):
-        rows = t.new_empty((*t.shape[:3], width))[..., : t.shape[3]]
-        return rows.copy_(t) if keep else rows
-    if 1 not in t.shape[:3]:
-        return t
+    width = -(-D // unit) * unit
     # A dim of one may have any stride, which TMA would check all the same.
-    strides = [t.stride(dim) if t.shape[dim] > 1 else width for dim in range(3)]
-    return t.as_strided(t.shape, (*strides, 1))
+    strides = [t.stride(dim) if size > 1 else width for dim, size in enumerate(outer)]
+    strides.append(t.stride(3))
+    if _is_fetchable(tuple(strides), t):
+        return t.as_strided(t.shape, strides)
+    rows = t.new_empty((*outer, width))[..., :D]
+    return rows.copy_(t) if keep else rows
 
 
 def _without_repeats(t: torch.Tensor) -> torch.Tensor:
     """k or v with one batch or head in place of the many of an expanded view."""
-    for dim in (0, 1):
-        if t.stride(dim) == 0:
-            t = t.narrow(dim, 0, 1)
+    b, h, _, _ = t.stride()
+    if b == 0:
+        t = t.narrow(0, 0, 1)
+    if h == 0:
+        t = t.narrow(1, 0, 1)
     return _as_rows(t)
 
 
-def _key(t: torch.Tensor) -> dict[str, Any]:
-    return {
-        "dtype": DTYPE_NAMES[t.dtype],
-        "HEAD_DIM": padded_head_dim(t.shape[3], t.dtype, t.device),
-    }
+def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
+
+
+@functools.cache
+def _fwd_request(
+    D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The forward's builder and key."""
+    tiles = choose_tiles("fwd", D, dtype, device)
+    on_hopper = takes_hopper_kernels(dtype, device)
+    build = build_attention_fwd_hopper if on_hopper else build_attention_fwd
+    return build, {**_key(D, dtype, device), "IS_CAUSAL": is_causal, **tiles._asdict()}
+
+
+@functools.cache
+def _bwd_requests(
+    D: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    with_dlse: bool,
+    needs: tuple[bool, bool, bool],
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Builders and keys of what a backward runs that needs some of dq, dk and dv."""
+    key = _key(D, dtype, device)
+
+    def tiled(name: str, **flags: bool) -> dict[str, Any]:
+        tiles = choose_tiles(name, D, dtype, device)
+        return {**key, "IS_CAUSAL": is_causal, **flags, **tiles._asdict()}
+
+    flags = {"WITH_DLSE": with_dlse, "USE_TMA": has_tma(device)}
+    wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
+    takes_hopper = takes_hopper_kernels(dtype, device) and key["HEAD_DIM"] in (64, 128)
+    needs_dq, needs_dk, needs_dv = needs
+    if all(needs) and takes_hopper:
+        wanted += [
+            (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),
+            (build_attention_bwd_convert, key),
+        ]
+        return wanted
+    if needs_dk or needs_dv:
+        wanted += [(build_attention_bwd_dkdv, tiled("dkdv", WITH_DK=needs_dk, WITH_DV=needs_dv))]
+    if needs_dq:
+        wanted += [(build_attention_bwd_dq, tiled("dq"))]
+    return wanted
 
 
 def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if not q.is_cuda and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
     out, lse = empty_outputs(q)
@@ -118,10 +166,7 @@ def _fwd(
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     out_rows = _as_rows(out, keep=False)
-    tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
-    key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
-    on_hopper = takes_hopper_kernels(q.dtype, q.device)
-    build = build_attention_fwd_hopper if on_hopper else build_attention_fwd
+    build, key = _fwd_request(q.shape[3], q.dtype, q.device, is_causal)
     get_kernel(build, q.device, **key)(
         _as_rows(q),
         _without_repeats(k),
@@ -131,7 +176,7 @@ def _fwd(
         q.shape[1] // k.shape[1],
         exponent_scale(scale, key["dtype"]),
     )
-    if out_rows.data_ptr() != out.data_ptr():
+    if out_rows is not out and out_rows.data_ptr() != out.data_ptr():
         out.copy_(out_rows)
     return out, lse
 
@@ -149,7 +194,7 @@ def _bwd(
     needs: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) in the inputs' layouts; one that is not needed is an empty tensor."""
-    if q.device.type == "cpu" and q.dtype != torch.float32:
+    if not q.is_cuda and q.dtype != torch.float32:
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
@@ -162,7 +207,7 @@ def _bwd(
     ]
     _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, *rows)
     for grad, row in zip(grads, rows, strict=True):
-        if row.data_ptr() != grad.data_ptr():
+        if row is not grad and row.data_ptr() != grad.data_ptr():
             grad.copy_(row)
     return grads
 
@@ -170,30 +215,12 @@ def _bwd(
 def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, dv) -> None:
     """Fills those of dq, dk and dv that are needed; nothing here is empty."""
     Sq, D = q.shape[2:]
-    key = _key(q)
+    wanted = _bwd_requests(D, q.dtype, q.device, is_causal, dlse is not None, tuple(needs))
+    kernels = dict(zip((build for build, _ in wanted), get_kernels(q.device, wanted), strict=True))
+    key = wanted[0][1]
     stats = lse.new_empty((*lse.shape[:2], 2, -(-Sq // STATS_TILE) * STATS_TILE))
     inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(dout), stats)
     factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]), scale)
-
-    def tiled(name: str, **flags: bool) -> dict[str, Any]:
-        tiles = choose_tiles(name, D, q.dtype, q.device)
-        return {**key, "IS_CAUSAL": is_causal, **flags, **tiles._asdict()}
-
-    flags = {"WITH_DLSE": dlse is not None, "USE_TMA": has_tma(q.device)}
-    wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
-    takes_hopper = takes_hopper_kernels(q.dtype, q.device) and key["HEAD_DIM"] in (64, 128)
-    if all(needs) and takes_hopper:
-        wanted += [
-            (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),
-            (build_attention_bwd_convert, key),
-        ]
-    else:
-        with_dk, with_dv = needs[1:]
-        if with_dk or with_dv:
-            wanted += [(build_attention_bwd_dkdv, tiled("dkdv", WITH_DK=with_dk, WITH_DV=with_dv))]
-        if needs[0]:
-            wanted += [(build_attention_bwd_dq, tiled("dq"))]
-    kernels = dict(zip((build for build, _ in wanted), get_kernels(q.device, wanted), strict=True))
 
     kernels[build_attention_bwd_stats](
         _as_rows(out), inputs[3], lse, lse if dlse is None else dlse, stats

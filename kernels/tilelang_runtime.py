@@ -97,12 +97,21 @@ class Kernel:
             strides = [args[argument].stride(dim) for argument, dim in self._stride_slots]
             self._compiled(*args, *strides, stream=0)
             return
-        device_index = args[0].device.index
+        device_index = args[0].get_device()
         if device_index == torch.cuda.current_device():
-            self._compiled(*args)
+            self._main(*args)
         else:  # TileLang sets the device to the tensors' and leaves it there
             with torch.cuda.device(device_index):
-                self._compiled(*args)
+                self._main(*args)
+
+    @functools.cached_property
+    def _main(self) -> Callable[..., None]:
+        """The compiled function, which checks its arguments and finds their stream by itself.
+
+        To call `compiled` is to pass through Python that makes outputs, of which our kernels have
+        none, and that, after a compile, looks through all of TileLang's modules at every call.
+        """
+        return self._compiled.adapter.get_exportable_executable()["main"]
 
     @property
     def source(self) -> str:

@@ -32,17 +32,19 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
-from minitx.kernels.triton_attention_bwd import launch_bwd
+from minitx.kernels.triton_attention_bwd import prepare_bwd
 from minitx.kernels.triton_attention_tiles import (
     fwd_tiles,
     heads_per_wave,
     hopper_takes,
+    is_aligned,
     is_exact,
     is_wide,
     padded_head_dim,
     scale_sign,
 )
-from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
+from minitx.kernels.triton_launch import Launch, remember, remembered
+from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function
 from minitx.kernels.triton_tiles import (
     LOG2E,
     PRECISION,
@@ -169,24 +171,41 @@ def _fwd(
     if IS_INTERPRETED and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
-    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     out, lse = empty_outputs(q)
     if q.numel() == 0:
         return out, lse
-    if hopper_takes(scale, q, k, v, out):
-        from minitx.kernels.triton_attention_hopper import launch_fwd_hopper
+    # All that the choice of kernel, its tiles and its arguments depend on.
+    key = (
+        "attention fwd", q.dtype, q.device, is_causal, scale, q.shape, k.shape,
+        q.stride(), k.stride(), v.stride(), is_aligned(q, k, v),
+    )  # fmt: skip
+    launch = remembered(key)
+    if launch is None:
+        launch = remember(key, _fwd_launch(q, k, v, out, is_causal, scale))
+    launch(q, k, v, out, lse)
+    return out, lse
 
-        with launching_on(q.device):
-            launch_fwd_hopper(q, k, v, out, lse, is_causal, scale)
-        return out, lse
+
+def _fwd_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> Launch:
+    """What fills out and lse, given (q, k, v, out, lse) like these."""
+    if hopper_takes(scale, q, k, v, out):
+        from minitx.kernels.triton_attention_hopper import fwd_launch_hopper
+
+        return fwd_launch_hopper(q, k, v, out, is_causal, scale)
+    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     BLOCK_M, BLOCK_N, num_warps, num_stages = fwd_tiles(q, k)
-    with launching_on(q.device):
-        attention_fwd[(-(-Sq // BLOCK_M) * B * Hq,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
+    return Launch(
+        attention_fwd,
+        q.device,
+        -(-Sq // BLOCK_M) * B * Hq,
+        (
             q.stride(),
             k.stride(),
             v.stride(),
@@ -198,19 +217,19 @@ def _fwd(
             Hkv,
             Sq,
             Skv,
-            D=D,
-            HEAD_DIM=padded_head_dim(D),
-            IS_CAUSAL=is_causal,
-            SCALE_SIGN=scale_sign(scale),
-            EXACT=is_exact(q),
-            WIDE=is_wide(q, k, v, out),
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            enable_fp_fusion=True,
-        )
-    return out, lse
+        ),
+        D=D,
+        HEAD_DIM=padded_head_dim(D),
+        IS_CAUSAL=is_causal,
+        SCALE_SIGN=scale_sign(scale),
+        EXACT=is_exact(q),
+        WIDE=is_wide(q, k, v, out),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=True,
+    )
 
 
 def _bwd(
@@ -231,15 +250,22 @@ def _bwd(
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
     grads = empty_grads(q, k, v, needs)
-    if all(needs) and hopper_takes(scale, q, k, v, out, dout, *grads):
-        from minitx.kernels.triton_attention_bwd_hopper import launch_bwd_hopper
+    key = (
+        "attention bwd", q.dtype, dout.dtype, q.device, is_causal, scale, *needs, q.shape, k.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), *[grad.stride() for grad in grads],
+        is_aligned(q, k, v, out, dout, *grads),
+    )  # fmt: skip
+    wanted = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]
+    launches = remembered(key)
+    if launches is None:
+        prepare = prepare_bwd
+        if all(needs) and hopper_takes(scale, q, k, v, out, dout, *grads):
+            from minitx.kernels.triton_attention_bwd_hopper import prepare_bwd_hopper
 
-        with launching_on(q.device):
-            launch_bwd_hopper(dout, dlse, q, k, v, out, lse, is_causal, scale, *grads)
-        return grads
-    wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    with launching_on(q.device):
-        launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, *wanted)
+            prepare = prepare_bwd_hopper
+        launches = remember(key, prepare(dout, dlse, q, k, v, out, is_causal, scale, *wanted))
+    launches(dout, dlse, q, k, v, out, lse, *wanted)
     return grads
 
 

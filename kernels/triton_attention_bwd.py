@@ -16,6 +16,8 @@ Hopper where its left operand is a transposed register tile.
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +30,10 @@ from minitx.kernels.triton_attention_tiles import (
     is_exact,
     is_wide,
     padded_head_dim,
+    rows_pitch,
     scale_sign,
 )
+from minitx.kernels.triton_launch import Launch
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
     LOG2E,
@@ -280,26 +284,27 @@ def attention_bwd_dkdv(
         store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
 
 
-def launch_bwd(
+def prepare_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
     is_causal: bool,
     scale: float,
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
-) -> None:
-    """Fills those of dq, dk and dv that are given, on the current device; None is not computed.
+) -> Callable[..., None]:
+    """What fills those of dq, dk and dv that are given, called with (dout, dlse, q, k, v, out, lse,
+    dq, dk, dv) like these; None is not computed.
 
     dout has out's shape, dlse lse's (None: zero), with any strides; lse is contiguous.
     """
     B, Hq, Sq, D = q.shape
     Hkv, Skv = k.shape[1:3]
+    pitch = rows_pitch(Sq)
     common = {
         "D": D,
         "HEAD_DIM": padded_head_dim(D),
@@ -308,23 +313,12 @@ def launch_bwd(
         "EXACT": is_exact(q),
         "enable_fp_fusion": not is_exact(q),
     }
-    if dq is None and dk is None and dv is None:
-        return
-    exponent, delta, pitch = bwd_rows(q)
-    if q.numel() > 0:
-        BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
-        dq_out = q if dq is None else dq
-        attention_bwd_dq[(-(-Sq // BLOCK_M) * B * Hq,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            dlse,
-            exponent,
-            delta,
-            dq,
+    BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
+    launch_dq = Launch(
+        attention_bwd_dq,
+        q.device,
+        -(-Sq // BLOCK_M) * B * Hq,
+        (
             q.stride(),
             k.stride(),
             v.stride(),
@@ -340,27 +334,23 @@ def launch_bwd(
             Sq,
             Skv,
             pitch,
-            HAS_DLSE=dlse is not None,
-            NEEDS_DQ=dq is not None,
-            WIDE=is_wide(q, k, v, out, dout, dq_out),
-            **common,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
-    if k.numel() > 0 and (dk is not None or dv is not None):
-        BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
-        dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
-        attention_bwd_dkdv[(-(-Skv // BLOCK_N) * B * Hkv,)](
-            q,
-            k,
-            v,
-            dout,
-            exponent,
-            delta,
-            dk,
-            dv,
+        ),
+        HAS_DLSE=dlse is not None,
+        NEEDS_DQ=dq is not None,
+        WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
+        **common,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
+    dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
+    launch_dkdv = Launch(
+        attention_bwd_dkdv,
+        q.device,
+        -(-Skv // BLOCK_N) * B * Hkv,
+        (
             q.stride(),
             k.stride(),
             v.stride(),
@@ -375,13 +365,24 @@ def launch_bwd(
             Sq,
             Skv,
             pitch,
-            GROUP=Hq // Hkv,
-            NEEDS_DK=dk is not None,
-            NEEDS_DV=dv is not None,
-            WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
-            **common,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+        ),
+        GROUP=Hq // Hkv,
+        NEEDS_DK=dk is not None,
+        NEEDS_DV=dv is not None,
+        WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
+        **common,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    has_queries, has_keys = q.numel() > 0, k.numel() > 0
+
+    def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
+        exponent, delta = bwd_rows(q, pitch)
+        if has_queries:
+            launch_dq(q, k, v, out, lse, dout, dlse, exponent, delta, dq)
+        if has_keys and not (dk is None and dv is None):
+            launch_dkdv(q, k, v, dout, exponent, delta, dk, dv)
+
+    return launches

@@ -24,6 +24,8 @@ Limits: head dim 128, 16-bit inputs, scale > 0, strides and addresses that TMA r
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
+from collections.abc import Callable
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from minitx.kernels.triton_attention_tiles import bwd_rows, heads_per_wave
+from minitx.kernels.triton_attention_tiles import bwd_rows, heads_per_wave, rows_pitch
 from minitx.kernels.triton_hopper_tiles import (
     GROUPS,
     HEAD_DIM,
@@ -43,7 +45,7 @@ from minitx.kernels.triton_hopper_tiles import (
     STAGES,
     advance,
     block_and_head,
-    descriptor,
+    descriptors,
     existing_rows,
     key_tiles,
     left_layout,
@@ -57,6 +59,7 @@ from minitx.kernels.triton_hopper_tiles import (
     store_rows,
     visible_keys,
 )
+from minitx.kernels.triton_launch import Launch
 
 BLOCK = gl.constexpr(128)  # queries of a program for dQ, keys of one for dK and dV
 BLOCK_N = gl.constexpr(128)  # keys of a tile, for dQ
@@ -341,38 +344,44 @@ def attention_bwd_dkdv_hopper(
     )
 
 
-def launch_bwd_hopper(
+def prepare_bwd_hopper(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
     is_causal: bool,
     scale: float,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-) -> None:
-    """Fills dq, dk and dv on the current device: `launch_bwd` for what `hopper_takes`."""
+) -> Callable[..., None]:
+    """`prepare_bwd` for what `hopper_takes`, all gradients needed."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
-    exponent, delta, pitch = bwd_rows(q)
+    pitch = rows_pitch(Sq)
     dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    q_desc, dout_desc = descriptor(q, ROWS.value), descriptor(dout, ROWS.value)
     qk_scale, row_bytes = scale * LOG2E.value, 2 * D * q.element_size()
-    attention_bwd_dq_hopper[(-(-Sq // BLOCK.value) * B * Hq,)](
-        q_desc, dout_desc, descriptor(k, BLOCK_N.value), descriptor(v, BLOCK_N.value),
-        out, lse, dout, lse if dlse is None else dlse, exponent, delta, dq,
-        out.stride(), dout.stride(), dlse_strides, dq.stride(),
-        scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
-        Hq, Hkv, Sq, Skv, pitch,
+    launch_dq = Launch(
+        attention_bwd_dq_hopper, q.device, -(-Sq // BLOCK.value) * B * Hq,
+        (out.stride(), dout.stride(), dlse_strides, dq.stride(),
+         scale, qk_scale, B * Hq, heads_per_wave(Skv * row_bytes, Hq // Hkv),
+         Hq, Hkv, Sq, Skv, pitch),
+        describe=descriptors(ROWS.value, ROWS.value, BLOCK_N.value, BLOCK_N.value),
         IS_CAUSAL=is_causal, HAS_DLSE=dlse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    attention_bwd_dkdv_hopper[(-(-Skv // BLOCK.value) * B * Hkv,)](
-        q_desc, dout_desc, descriptor(k, ROWS.value), descriptor(v, ROWS.value),
-        exponent, delta, dk, dv, dk.stride(), dv.stride(),
-        scale, qk_scale, B * Hkv, heads_per_wave(Sq * row_bytes * (Hq // Hkv)),
-        Hq, Sq, Skv, pitch,
+    launch_dkdv = Launch(
+        attention_bwd_dkdv_hopper, q.device, -(-Skv // BLOCK.value) * B * Hkv,
+        (dk.stride(), dv.stride(), scale, qk_scale,
+         B * Hkv, heads_per_wave(Sq * row_bytes * (Hq // Hkv)), Hq, Sq, Skv, pitch),
+        describe=descriptors(ROWS.value, ROWS.value, ROWS.value, ROWS.value),
         IS_CAUSAL=is_causal, GROUP=Hq // Hkv, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+
+    def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
+        exponent, delta = bwd_rows(q, pitch)
+        dlse = lse if dlse is None else dlse
+        launch_dq(q, dout, k, v, out, lse, dout, dlse, exponent, delta, dq)
+        launch_dkdv(q, dout, k, v, exponent, delta, dk, dv)
+
+    return launches

@@ -46,7 +46,7 @@ from minitx.kernels.triton_hopper_tiles import (
     STAGES,
     advance,
     block_and_head,
-    descriptor,
+    descriptors,
     key_tiles,
     left_layout,
     load_next,
@@ -56,6 +56,7 @@ from minitx.kernels.triton_hopper_tiles import (
     store_rows,
     visible_keys,
 )
+from minitx.kernels.triton_launch import Launch
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
@@ -240,34 +241,34 @@ def attention_fwd_hopper(
     )
 
 
-def launch_fwd_hopper(
+def fwd_launch_hopper(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
     is_causal: bool,
     scale: float,
-) -> None:
-    """Fills out, in q's layout, and lse [B, Hq, Sq], on the current device."""
+) -> Launch:
+    """What fills out, in q's layout, and lse [B, Hq, Sq], given (q, k, v, out, lse) like these."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     qk_scale = scale * LOG2E.value
-    attention_fwd_hopper[(-(-Sq // BLOCK_M.value) * B * Hq,)](
-        descriptor(q, ROWS.value),
-        descriptor(k, BLOCK_N.value),
-        descriptor(v, BLOCK_N.value),
-        out,
-        lse,
-        out.stride(),
-        scale,
-        qk_scale,
-        2.0 ** math.ceil(math.log2(qk_scale)),
-        B * Hq,
-        heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
-        Hq,
-        Hkv,
-        Sq,
-        Skv,
+    return Launch(
+        attention_fwd_hopper,
+        q.device,
+        -(-Sq // BLOCK_M.value) * B * Hq,
+        (
+            out.stride(),
+            scale,
+            qk_scale,
+            2.0 ** math.ceil(math.log2(qk_scale)),
+            B * Hq,
+            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
+            Hq,
+            Hkv,
+            Sq,
+            Skv,
+        ),
+        describe=descriptors(ROWS.value, BLOCK_N.value, BLOCK_N.value),
         IS_CAUSAL=is_causal,
         num_warps=4,
         enable_fp_fusion=True,

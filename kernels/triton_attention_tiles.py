@@ -62,7 +62,21 @@ def is_exact(x: torch.Tensor) -> bool:
 def is_wide(*tensors: torch.Tensor) -> bool:
     """Whether 32 bits are too few for the offsets within a tile of one of them. In the interpreter
     always: it tests every 32-bit sum for overflow, at several times the price of the sum."""
-    return IS_INTERPRETED or any(max(t.stride()[2:]) >= 2**22 for t in tensors)
+    if IS_INTERPRETED:
+        return True
+    for t in tensors:
+        _, _, s, d = t.stride()
+        if s >= 2**22 or d >= 2**22:
+            return True
+    return False
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all of them start at multiples of 16 bytes."""
+    bits = 0
+    for t in tensors:
+        bits |= t.data_ptr()
+    return bits % 16 == 0
 
 
 def heads_per_wave(head_bytes: int, group: int = 1) -> int:
@@ -117,15 +131,18 @@ def _tma_reads(t: torch.Tensor) -> bool:
     )
 
 
-def bwd_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(exponent, delta, pitch): room for two floats a query, [B, Hq, pitch], that the first kernel
-    of a backward leaves the second. Rows start 64 bytes apart, and a last tile may read BLOCK_M
-    floats from anywhere in them.
+def rows_pitch(Sq: int) -> int:
+    """Floats from row to row of `bwd_rows`: rows start at multiples of 64 bytes."""
+    return -(-Sq // 16) * 16
+
+
+def bwd_rows(q: torch.Tensor, pitch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exponent, delta): room for two floats a query, [B, Hq, pitch], that the first kernel of a
+    backward leaves the second. A last tile may read BLOCK_M floats from anywhere in them.
     """
-    B, Hq, Sq, _ = q.shape
-    pitch = -(-Sq // 16) * 16
+    B, Hq, _, _ = q.shape
     rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
-    return rows, rows[B * Hq * pitch :], pitch
+    return rows, rows[B * Hq * pitch :]
 
 
 def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:

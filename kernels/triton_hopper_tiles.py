@@ -14,6 +14,9 @@ barrier waits for flips each time that the ring has been gone through.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
 
+import functools
+from collections.abc import Callable
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,6 +41,11 @@ TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 def descriptor(t: torch.Tensor, n_rows: int) -> TensorDescriptor:
     """How TMA reads n_rows rows of one head of t [B, H, S, 128] at a time, and 0 past the S."""
     return TensorDescriptor(t, t.shape, t.stride(), [1, 1, n_rows, 128], TILE_LAYOUT)
+
+
+def descriptors(*n_rows: int) -> tuple[Callable[[torch.Tensor], TensorDescriptor], ...]:
+    """What makes `descriptor`s of n_rows rows, for tensor after tensor."""
+    return tuple(functools.partial(descriptor, n_rows=n) for n in n_rows)
 
 
 @gluon.constexpr_function

@@ -48,5 +48,8 @@ def launching_on(device: torch.device) -> contextlib.AbstractContextManager:
     if IS_INTERPRETED:
         return _interpreting()
     if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _on_this_device
     return torch.cuda.device(device)
+
+
+_on_this_device = contextlib.nullcontext()

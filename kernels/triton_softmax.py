@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.softmax_ops import define_softmax
+from minitx.kernels.triton_launch import Launch, remember, remembered
 from minitx.kernels.triton_rows import (
     VECTOR_BYTES,
     can_shift,
@@ -38,7 +39,6 @@ from minitx.kernels.triton_rows import (
     vector_of,
     visible_columns,
 )
-from minitx.kernels.triton_runtime import launching_on
 from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 
 # Kernels are not Python to a type checker:
@@ -203,15 +203,26 @@ def _max_registers(n_read: int, block_n: int, dtype: torch.dtype, is_causal: boo
 
 
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
+    key = (
+        "softmax fwd", x.dtype, x.device, is_causal, x.shape, x.stride(), y.stride(),
+        x.data_ptr() % VECTOR_BYTES.value, y.data_ptr() % VECTOR_BYTES.value,
+    )  # fmt: skip
+    launch = remembered(key)
+    if launch is None:
+        launch = remember(key, _fwd_launch(x, y, is_causal))
+    launch(x, y)
+
+
+def _fwd_launch(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> Launch:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
-    is_shifted = _shifts((x, y), [x_strides, y_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
-    with launching_on(x.device):
-        _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
-            x,
-            y,
+    return Launch(
+        _softmax_fwd_kernel,
+        x.device,
+        triton.cdiv(n_rows, block_m),
+        (
             sizes,
             x_strides,
             y_strides,
@@ -220,26 +231,38 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             n_rows,
             n_cols,
             x.shape[-2] if is_causal else 1,
-            IS_CAUSAL=is_causal,
-            SHIFTED=is_shifted,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            maxnreg=_max_registers(1, block_n, x.dtype, is_causal),
-        )
+        ),
+        IS_CAUSAL=is_causal,
+        SHIFTED=_shifts((x, y), [x_strides, y_strides]),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        maxnreg=_max_registers(1, block_n, x.dtype, is_causal),
+    )
 
 
 def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> None:
+    key = (
+        "softmax bwd", y.dtype, dy.dtype, y.device, is_causal, y.shape,
+        y.stride(), dy.stride(), dx.stride(),
+        *[t.data_ptr() % VECTOR_BYTES.value for t in (y, dy, dx)],
+    )  # fmt: skip
+    launch = remembered(key)
+    if launch is None:
+        launch = remember(key, _bwd_launch(y, dy, dx, is_causal))
+    launch(y, dy, dx)
+
+
+def _bwd_launch(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> Launch:
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
-    is_shifted = _shifts((y, dy, dx), [y_strides, dy_strides, dx_strides])
     block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
-    with launching_on(y.device):
-        _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
-            y,
-            dy,
-            dx,
+    return Launch(
+        _softmax_bwd_kernel,
+        y.device,
+        triton.cdiv(n_rows, block_m),
+        (
             sizes,
             y_strides,
             dy_strides,
@@ -250,13 +273,14 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             n_rows,
             n_cols,
             y.shape[-2] if is_causal else 1,
-            IS_CAUSAL=is_causal,
-            SHIFTED=is_shifted,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            maxnreg=_max_registers(2, block_n, y.dtype, is_causal),
-        )
+        ),
+        IS_CAUSAL=is_causal,
+        SHIFTED=_shifts((y, dy, dx), [y_strides, dy_strides, dx_strides]),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        maxnreg=_max_registers(2, block_n, y.dtype, is_causal),
+    )
 
 
 def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:

@@ -70,14 +70,32 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what was launched of the Triton attention's kernels for Hopper."""
-    from minitx.kernels import triton_attention_bwd_hopper, triton_attention_hopper
+    from minitx.kernels.triton_launch import Launch
 
     seen = []
+    run = Launch.__call__
 
-    def record(module, name: str) -> None:
-        launch = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: (seen.append(name), launch(*args)))
+    def recording(self: Launch, *tensors: torch.Tensor | None) -> None:
+        name = self.kernel.__name__
+        if name.endswith("_hopper"):
+            seen.append(name)
+        run(self, *tensors)
 
-    record(triton_attention_hopper, "launch_fwd_hopper")
-    record(triton_attention_bwd_hopper, "launch_bwd_hopper")
+    monkeypatch.setattr(Launch, "__call__", recording)
     return seen
+
+
+class _Forgetful(dict):
+    """Takes in nothing."""
+
+    def __setitem__(self, key, value) -> None:
+        pass
+
+
+@pytest.fixture
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a Triton kernel chooses its tiles and flags anew: for tests that replace the
+    choice."""
+    from minitx.kernels import triton_launch
+
+    monkeypatch.setattr(triton_launch, "_remembered", _Forgetful())

@@ -307,7 +307,7 @@ def test_a_failure_of_this_projects_kernels_is_the_commands(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_shapes_of_a_gpu(quick):
-    *cases, host = make_cases(AttentionBenchConfig(quick=quick), "cuda")
+    *cases, host_64, host_128 = make_cases(AttentionBenchConfig(quick=quick), "cuda")
     lengths = [1024, 4096, 16384] if quick else [512 * 2**i for i in range(8)]
     assert [(c.seq_len, c.head_dim) for c in cases] == [(S, D) for S in lengths for D in (64, 128)]
     for c in cases:
@@ -315,6 +315,37 @@ def test_the_shapes_of_a_gpu(quick):
         assert (c.q_heads, c.kv_heads) == ((32, 32) if c.head_dim == 64 else (16, 16))
         assert (c.dtype, c.is_causal) == ("bfloat16", True)
         assert c.passes == (("forward", "backward") if quick else ("forward", "backward", "both"))
+    for host, head_dim in ((host_64, 64), (host_128, 128)):
+        assert host.passes == HOST_PASSES
+        assert (host.head_dim, host.batch, host.q_heads) == (head_dim, 1, 1)
+        assert 16 < host.seq_len < 64  # not decoding, which has kernels of its own, and tiny
+
+
+def test_the_hosts_time_alone(tmp_path, capsys):
+    flags = ["--passes", "host", "--kernels", "sdpa,eager", "--head_dims", "16,32"]
+    assert run(tmp_path, *flags, "--budget_ms", "1") == 0
+    rows = read(tmp_path / "attention.csv")
+    assert [(r["head_dim"], r["kernel"], r["pass"]) for r in rows] == [
+        (head_dim, kernel, name)
+        for head_dim in ("16", "32")
+        for kernel in ("sdpa", "eager")
+        for name in HOST_PASSES
+    ]
+    for r in rows:
+        timed = r["pass"] != "graph forward"  # which needs a GPU
+        assert (r["status"] == "ok") == timed
+        assert not timed or 0 < float(r["median_ms"]) < 100
+    printed = capsys.readouterr().out
+    assert "Tiny tensors, D 16, so that the host's work is all that counts" in printed
+    assert "Tiny tensors, D 32" in printed
+    assert not (tmp_path / "attention.png").exists()  # it would show lengths, and there are none
+    assert run(tmp_path, "--plot", str(tmp_path / "attention.csv")) == 0
+    assert not (tmp_path / "attention.png").exists()
+
+
+def test_a_cpu_times_its_host_where_it_is_asked_to():
+    assert all(c.passes != HOST_PASSES for c in make_cases(AttentionBenchConfig(), "cpu"))
+    (host,) = make_cases(AttentionBenchConfig(passes=["host"]), "cpu")
     assert host.passes == HOST_PASSES
 
 

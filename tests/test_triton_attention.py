@@ -46,7 +46,9 @@ def _exactly(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
 
 
 @pytest.fixture(params=["16x16-exact", "32x16-exact", "16x32-fast"])
-def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, nothing_remembered
+) -> None:
     """Every kernel cut into the smallest tiles, square, tall and wide."""
     shape, exponentials = request.param.split("-")
     BLOCK_M, BLOCK_N = map(int, shape.split("x"))
@@ -101,7 +103,7 @@ def test_logits_of_minus_infinity_alone_are_an_empty_row(small_tiles, device):
 
 @pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_huge_equal_logits_of_any_size(device, monkeypatch, exact):
+def test_huge_equal_logits_of_any_size(device, monkeypatch, nothing_remembered, exact):
     # Head after head from 2^10 to 2^120: a product's rounding must not reach the exponent.
     _exactly(monkeypatch, exact)
     size = torch.logspace(5, 60, 24, base=2, device=device).view(1, -1, 1, 1)
@@ -225,9 +227,14 @@ class Launches:
 
         return launch
 
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
-def test_nothing_is_computed_for_gradients_not_asked_for(device, monkeypatch, needs):
+def test_nothing_is_computed_for_gradients_not_asked_for(
+    device, monkeypatch, nothing_remembered, needs
+):
     needs_dq, needs_dk, needs_dv = needs
     dq = Launches(triton_attention_bwd.attention_bwd_dq)
     dkdv = Launches(triton_attention_bwd.attention_bwd_dkdv)

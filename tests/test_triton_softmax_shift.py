@@ -19,7 +19,7 @@ CHUNKS = wide.Chunks(BLOCK_N=32, num_warps=1, programs_per_sm=16)
 
 
 @pytest.fixture(params=["on chip", "split"])
-def launches(request, monkeypatch):
+def launches(request, monkeypatch, nothing_remembered):
     """The forward's launch and the backward's, of rows in one program or in chunks of 32."""
     if request.param == "on chip":
         monkeypatch.setattr(triton_softmax, "MIN_SHIFTED", 1)

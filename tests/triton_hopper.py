@@ -17,7 +17,7 @@ from minitx.kernels.triton_runtime import IS_INTERPRETED  # noqa: E402
 
 D = 128
 NAMES = ("out", "lse", "dq", "dk", "dv")
-BOTH = ["launch_fwd_hopper", "launch_bwd_hopper"]
+BOTH = ["attention_fwd_hopper", "attention_bwd_dq_hopper", "attention_bwd_dkdv_hopper"]
 
 on_hopper = pytest.mark.skipif(
     IS_INTERPRETED or not has_hopper_kernels(0), reason="needs a Hopper GPU"

@@ -2,6 +2,7 @@
 
     python -m minitx.bench attention --quick
     python -m minitx.bench attention --kernels triton,sdpa --groups 4 --seq_lens 1024,16384
+    python -m minitx.bench attention --passes host
     python -m minitx.bench attention --plot benchmarks/attention.csv
 
 Each result is first checked against float64 at its full length, then timed; kernels of one shape
@@ -51,8 +52,11 @@ QUICK_KERNELS = [
     "triton",
     "tilelang",
 ]
-QUICK_PASSES = ["forward", "backward"]
+QUICK_PASSES = ["forward", "backward", "host"]
 QUICK_BUDGET_MS = 45.0
+
+HOST = "host"  # on the command line, all HOST_PASSES in one
+HOST_SEQ_LEN = 32  # with one head: microseconds on a GPU, and yet not what only decoding runs
 
 MOST_CRASHES = 2  # of one kernel, each of which costs a new process; then it is left out
 
@@ -72,9 +76,10 @@ class AttentionBenchConfig:
         heads: query heads; by default 2048 // head dim on a GPU.
         groups: query heads to one key head; any list.
         dtype: float32, float16 or bfloat16; by default bfloat16 on a GPU, float32 on a CPU.
-        passes: any of forward, backward, both; by default all.
+        passes: any of forward, backward, both, and host: what a call takes the host, on tensors so
+            small that nothing else counts, and within a CUDA graph; by default all, on a CPU
+            without host.
         is_causal: each query reads the keys up to its own position, or all.
-        host_overhead: on a GPU, also time calls on tiny tensors, eager and within a CUDA graph.
         budget_ms: milliseconds of measuring a result; by default 100 on a GPU.
         quick: fewer lengths, kernels and passes and shorter timing, where those are not given.
         timeout_s: seconds one kernel may take on one shape before it counts as hung.
@@ -94,7 +99,6 @@ class AttentionBenchConfig:
     dtype: str | None = None
     passes: list[str] = field(default_factory=list)
     is_causal: bool = True
-    host_overhead: bool = True
     budget_ms: float | None = None
     quick: bool = False
     timeout_s: float = 180.0
@@ -106,12 +110,12 @@ class AttentionBenchConfig:
 
 
 def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
-    """Every shape, short ones first, then the tiny one of the host's overhead. Raises
-    ValueError."""
+    """Every shape, short ones first, then the tiny ones of the host's time. Raises ValueError."""
     dtype = config.dtype or DTYPE[device]
     _known("--dtype", [dtype], tuple(DTYPES))
-    passes = config.passes or (QUICK_PASSES if config.quick else list(TIMED_PASSES))
-    _known("--passes", passes, TIMED_PASSES)
+    default_passes = QUICK_PASSES if config.quick else [*TIMED_PASSES, HOST]
+    passes = config.passes or [p for p in default_passes if p != HOST or device == "cuda"]
+    _known("--passes", passes, (*TIMED_PASSES, HOST))
     quick_lens = QUICK_SEQ_LENS if device == "cuda" else SEQ_LENS["cpu"]
     seq_lens = config.seq_lens or (quick_lens if config.quick else SEQ_LENS[device])
     head_dims = config.head_dims or HEAD_DIMS[device]
@@ -146,9 +150,12 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
                 )
                 for seq_len in seq_lens
             ]
-    cases.sort(key=lambda case: case.seq_len)
-    if device == "cuda" and config.host_overhead:
-        cases.append(Case(1, 16, 1, 1, head_dims[0], dtype, config.is_causal, device, HOST_PASSES))
+    cases = sorted((c for c in cases if c.passes), key=lambda case: case.seq_len)
+    if HOST in passes:
+        cases += [
+            Case(1, HOST_SEQ_LEN, 1, 1, head_dim, dtype, config.is_causal, device, HOST_PASSES)
+            for head_dim in head_dims
+        ]
     return cases
 
 
@@ -203,8 +210,8 @@ def run(config: AttentionBenchConfig) -> int:
     if config.plot is not None:
         rows = common.read_csv(config.plot)
         print_tables(rows)
-        plot(config.plot, config.plot.with_suffix(".png"))
-        print(f"\nwrote {config.plot.with_suffix('.png')}")
+        if plot(config.plot, config.plot.with_suffix(".png")):
+            print(f"\nwrote {config.plot.with_suffix('.png')}")
         return 0
     device = common.check_device(config.device)
     cases = make_cases(config, device)
@@ -222,8 +229,8 @@ def run(config: AttentionBenchConfig) -> int:
             common.write_csv(csv_path, rows)
             bar.update()
     print_tables(common.read_csv(csv_path))
-    plot(csv_path, png_path)
-    print(f"\nwrote {csv_path} and {png_path}")
+    has_picture = plot(csv_path, png_path)
+    print(f"\nwrote {csv_path}" + (f" and {png_path}" if has_picture else ""))
     bad = [r for r in rows if r["status"].startswith(("wrong", "failed"))]
     return EXIT_PARITY_FAILED if any(r["kernel"] in OURS for r in bad) else 0
 

@@ -106,10 +106,9 @@ def tables(rows: Sequence[CsvRow]) -> list[tuple[str, list[str], list[list[str]]
         chosen = [r for r in timed if (panel_of(r), r["pass"]) == (panel, name)]
         found.append((f"{name}, {panel_title(panel)}: TFLOP/s", *speed_table(chosen)))
     host = [r for r in rows if r["pass"] in HOST_PASSES]
-    if host:
-        found.append(
-            ("Tiny tensors, so that the host's work is all that counts", *host_table(host))
-        )
+    for head_dim in distinct(r["head_dim"] for r in host):
+        title = f"Tiny tensors, D {head_dim}, so that the host's work is all that counts"
+        found.append((title, *host_table([r for r in host if r["head_dim"] == head_dim])))
     return found
 
 
@@ -124,11 +123,14 @@ def print_tables(rows: Sequence[CsvRow]) -> None:
         print(text[: common.TABLE_WIDTH])
 
 
-def plot(csv_path: Path, png_path: Path) -> None:
-    """TFLOP/s by length: a row of panels for each pass, a column for each head dim and group."""
+def plot(csv_path: Path, png_path: Path) -> bool:
+    """TFLOP/s by length: a row of panels for each pass, a column for each head dim and group.
+    Where only the host's time was measured there is nothing to draw: returns whether there was."""
     from matplotlib.figure import Figure
 
     rows = [r for r in common.read_csv(csv_path) if r["pass"] not in HOST_PASSES]
+    if not rows:
+        return False
     panels = distinct(panel_of(r) for r in rows)
     passes = [name for name in distinct(r["pass"] for r in rows) if name != "both"] or ["both"]
     size = (5.5 * len(panels) + 1.5, 3.8 * len(passes) + 0.4)
@@ -173,3 +175,4 @@ def plot(csv_path: Path, png_path: Path) -> None:
     first = rows[0]
     figure.suptitle(f"Attention, {first['device']}, torch {first['torch']}", fontsize="medium")
     figure.savefig(png_path, dpi=150)
+    return True
