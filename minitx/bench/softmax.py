@@ -45,7 +45,7 @@ WIDTHS = {
 ELEMENTS = {"cuda": 2**27, "cpu": 2**16}
 # Wider than this a causal matrix is no longer square: it would not fit in memory.
 MAX_CAUSAL_WIDTH = {"cuda": 32768, "cpu": 256}
-QUACK_MAX_WIDTH = 131072
+QUACK_DEVICE, QUACK_MAX_WIDTH = "cuda", 131072
 
 Softmax = Callable[[torch.Tensor], torch.Tensor]
 
@@ -133,7 +133,7 @@ def why_not(kernel: str, device: str, is_causal: bool = False, width: int = 1) -
             return "it has no causal softmax"
         if width > QUACK_MAX_WIDTH:
             return "a cluster has no room for a row of y and one of dy"
-        if device != "cuda":
+        if device != QUACK_DEVICE:
             return "it runs on GPUs only"
         if _quack_softmax() is None:
             return "the package quack cannot be imported"
