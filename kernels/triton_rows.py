@@ -123,6 +123,23 @@ def lane_bound(x):
 
 
 @device_function
+def load_vectors(pointers, lanes, origin, visible, n_cols, other, SHIFTED: tl.constexpr):
+    """Whole vectors, those that hold columns 0 to visible - 1, whatever else they hold; `other` in
+    place of the rest.
+
+    A mask that may end inside a vector would make every load of the row a scalar one.
+    """
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
+    end = (lane_bound(origin + visible) + VECTOR - 1) // VECTOR * VECTOR
+    if SHIFTED:
+        end = tl.where(visible > 0, end, 0)  # past the last row there is nothing to read
+    else:
+        row_end = lane_bound(origin + n_cols)
+        end = tl.where(end < row_end, end, row_end)
+    return tl.load(pointers, mask=lanes < end, other=other)
+
+
+@device_function
 def load_visible(
     pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
 ):
@@ -132,15 +149,7 @@ def load_visible(
     """
     end = lane_bound(origin + visible)
     if IS_CAUSAL or SHIFTED:
-        # A mask that may end inside a vector would make every load of the row a scalar one.
-        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
-        whole = (end + VECTOR - 1) // VECTOR * VECTOR
-        if SHIFTED:
-            whole = tl.where(visible > 0, whole, 0)  # past the last row there is nothing to read
-        else:
-            row_end = lane_bound(origin + n_cols)
-            whole = tl.where(whole < row_end, whole, row_end)
-        values = tl.load(pointers, mask=lanes < whole, other=other)
+        values = load_vectors(pointers, lanes, origin, visible, n_cols, other, SHIFTED)
         is_visible = lanes < end
         if SHIFTED:
             is_visible &= lanes >= lane_bound(origin)
@@ -148,6 +157,18 @@ def load_visible(
     else:
         values = tl.load(pointers, mask=lanes < end, other=other)
     return values
+
+
+@device_function
+def load_output(
+    pointers, lanes, origin, visible, n_cols, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """As load_visible, of softmax's own output: what is masked is 0 in memory already."""
+    if IS_CAUSAL and not SHIFTED:
+        y = load_vectors(pointers, lanes, origin, visible, n_cols, 0.0, SHIFTED)
+    else:
+        y = load_visible(pointers, lanes, origin, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
+    return y
 
 
 @device_function
@@ -201,3 +222,10 @@ def exp_below(x, maximum, EXACT: tl.constexpr):
     below = x - tl.where(maximum == -float("inf"), 0.0, maximum)
     result = exact_exp(below) if EXACT else tl.exp2(below * LOG2E)
     return result
+
+
+@device_function
+def gradient(y, dy, delta):
+    """dx = y (dy - delta), and 0 where y is: a masked column, or a row of -inf, has no gradient,
+    whatever dy is."""
+    return tl.where(y == 0.0, 0.0, y * (dy - delta))

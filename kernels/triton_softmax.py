@@ -28,8 +28,9 @@ from minitx.kernels.triton_rows import (
     can_shift,
     edge_columns,
     exp_below,
+    gradient,
     in_float32,
-    lane_bound,
+    load_output,
     load_visible,
     merge_leading_dims,
     row_offsets,
@@ -137,8 +138,8 @@ def _softmax_bwd_kernel(
 
     y_rows, shift = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
     dy_rows, _ = row_pointers(dy_ptr, row_offsets(rows, sizes, dy_strides), SHIFTED)
-    y = load_visible(  # [BLOCK_M, BLOCK_N]
-        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED
+    y = load_output(  # [BLOCK_M, BLOCK_N]
+        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, visible, n_cols, IS_CAUSAL, SHIFTED
     )
     dy = load_visible(  # [BLOCK_M, BLOCK_N]
         dy_rows + lanes.to(tl.int64) * dy_step,
@@ -151,13 +152,8 @@ def _softmax_bwd_kernel(
         SHIFTED,
     )
 
-    y32 = in_float32(y)
-    delta = tl.sum(y32 * in_float32(dy), axis=1, keep_dims=True)
-    # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
-    row_sum = tl.sum(y32, axis=1, keep_dims=True)
-    visible = tl.where(row_sum == 0.0, 0, visible)
-    dx = in_float32(y) * (in_float32(dy) - delta)
-    dx = tl.where(lanes < lane_bound(shift + visible), dx, 0.0)
+    delta = tl.sum(in_float32(y) * in_float32(dy), axis=1, keep_dims=True)
+    dx = gradient(in_float32(y), in_float32(dy), delta)
 
     dx_rows, _ = row_pointers(dx_ptr, row_offsets(rows, sizes, dx_strides), SHIFTED)
     written = tl.where(rows < n_rows, n_cols, 0)
@@ -167,7 +163,7 @@ def _softmax_bwd_kernel(
         seen = mask & (cols < visible)
         edge_y = tl.load(y_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
         edge_dy = tl.load(dy_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
-        edge_dx = tl.where(seen, edge_y * (edge_dy - delta), 0.0)
+        edge_dx = gradient(edge_y, edge_dy, delta)
         tl.store(dx_rows + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 

@@ -41,8 +41,9 @@ from minitx.kernels.triton_rows import (
     can_shift,
     edge_columns,
     exp_below,
+    gradient,
     in_float32,
-    lane_bound,
+    load_output,
     load_visible,
     merge_leading_dims,
     row_offsets,
@@ -201,27 +202,20 @@ def _wide_bwd_kernel(
         y_row, shift = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
         dy_row, _ = row_pointers(dy_ptr, row_offsets(row, sizes, dy_strides), SHIFTED)
         y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
-        y = load_visible(y_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
+        y = load_output(y_ptrs, lanes, shift - start, visible, n_cols, IS_CAUSAL, SHIFTED)
         dy = load_visible(dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
         if PUBLISH:
-            # 1 or 2, never 0: whether all of y is 0 here, in a word that is never 0.
-            y32 = in_float32(y)
-            dot = tl.sum(y32 * in_float32(dy))
-            _publish(partials + chunk, dot, tl.where(tl.sum(y32) == 0.0, 1.0, 2.0))
+            dot = tl.sum(in_float32(y) * in_float32(dy))
+            _publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word that is not 0
 
         if WRITE:
             delta = 0.0
-            none_or_some = 1.0
             awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
             for first in range(0, awaited, MERGE):
-                d, some = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
-                delta += tl.sum(d)
-                none_or_some = tl.maximum(none_or_some, tl.max(some))
+                dots, _ = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
+                delta += tl.sum(dots)
 
-            # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
-            visible = tl.where(none_or_some == 1.0, 0, visible)
-            dx = in_float32(y) * (in_float32(dy) - delta)
-            dx = tl.where(lanes < lane_bound(shift - start + visible), dx, 0.0)
+            dx = gradient(in_float32(y), in_float32(dy), delta)
             dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
             store_whole_vectors(
                 dx_row + (start + lanes) * dx_step, lanes, shift - start, n_cols, dx, SHIFTED
@@ -231,7 +225,7 @@ def _wide_bwd_kernel(
                 seen = mask & (cols < visible)
                 edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
                 edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
-                edge_dx = tl.where(seen, edge_y * (edge_dy - delta), 0.0)
+                edge_dx = gradient(edge_y, edge_dy, delta)
                 tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
