@@ -77,13 +77,13 @@ def can_shift(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]])
 
 @device_function
 def row_offsets(rows, sizes, strides):
-    """Elements from a tensor's start to the start of each row; rows (int64) count in row-major
-    order."""
-    offsets = rows * 0
+    """Elements (int64) from a tensor's start to the start of each row; rows count in row-major
+    order, in 32 bits where they can: dividing 64 bits takes longer than a short row does."""
+    offsets = tl.cast(rows, tl.int64) * 0
     for d in tl.static_range(len(sizes) - 1, 0, -1):
-        offsets += (rows % sizes[d]) * strides[d]
+        offsets += tl.cast(rows % sizes[d], tl.int64) * strides[d]
         rows = rows // sizes[d]
-    return offsets + rows * strides[0]
+    return offsets + tl.cast(rows, tl.int64) * strides[0]
 
 
 @device_function

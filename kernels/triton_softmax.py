@@ -71,12 +71,13 @@ def _softmax_fwd_kernel(
     Sq,
     IS_CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rows = tl.program_id(0).to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     lanes = tl.arange(0, BLOCK_N)[None, :]
     visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
 
@@ -128,11 +129,12 @@ def _softmax_bwd_kernel(
     Sq,
     IS_CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_ptr.dtype.element_ty.primitive_bitwidth
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rows = tl.program_id(0).to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     lanes = tl.arange(0, BLOCK_N)[None, :]
     visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
 
@@ -198,6 +200,11 @@ def _max_registers(n_read: int, block_n: int, dtype: torch.dtype, is_causal: boo
     return PAIRED_REGISTERS if is_paired and not is_causal else None  # whose masks would spill
 
 
+def _row_index(n_rows: int) -> tl.dtype:
+    """The type that counts rows."""
+    return tl.int32 if n_rows < 2**31 else tl.int64
+
+
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
@@ -218,6 +225,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             x.shape[-2] if is_causal else 1,
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
+            INDEX=_row_index(n_rows + block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
@@ -248,6 +256,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             y.shape[-2] if is_causal else 1,
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
+            INDEX=_row_index(n_rows + block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,

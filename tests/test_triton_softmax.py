@@ -50,6 +50,7 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
             *(x, y, (1,), (2,), (4,), 1, 1, 1, 2, 1),
             IS_CAUSAL=False,
             SHIFTED=False,
+            INDEX=tl.int32,
             BLOCK_M=1,
             BLOCK_N=4,
         )
@@ -207,6 +208,7 @@ def test_float64_is_refused(device):
 COMPILE = """
 import re, sys
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minitx.kernels import triton_softmax
@@ -217,7 +219,7 @@ signature = {{f"{{t}}_ptr": "*bf16" for t in tensors}} | {{"sizes": ("i32",)}}
 signature |= {{f"{{t}}_strides": ("i32",) for t in tensors}}
 signature |= {{f"{{t}}_step": "constexpr" for t in tensors}}
 signature |= dict(n_rows="i32", n_cols="i32", Sq="i32")
-signature |= dict.fromkeys(["IS_CAUSAL", "SHIFTED", "BLOCK_M", "BLOCK_N"], "constexpr")
+signature |= dict.fromkeys(["IS_CAUSAL", "SHIFTED", "INDEX", "BLOCK_M", "BLOCK_N"], "constexpr")
 assert list(signature) == kernel.arg_names, kernel.arg_names
 names = list(signature)
 for is_causal, is_shifted in ((False, False), (True, False), (False, True), (True, True)):
@@ -226,7 +228,8 @@ for is_causal, is_shifted in ((False, False), (True, False), (False, True), (Tru
         aligned += [(names.index(n),) for n in [f"{{t}}_ptr" for t in tensors] + ["n_cols"]]
         aligned += [(names.index(f"{{t}}_strides"), 0) for t in tensors]
     constants = {{f"{{t}}_step": 1 for t in tensors}}
-    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, BLOCK_M=1, BLOCK_N=4096)
+    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, INDEX=tl.int32)
+    constants |= dict(BLOCK_M=1, BLOCK_N=4096)
     source = ASTSource(
         kernel, signature, constants, {{path: [["tt.divisibility", 16]] for path in aligned}}
     )
