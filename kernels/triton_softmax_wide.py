@@ -212,7 +212,7 @@ def _wide_bwd_kernel(
             delta = 0.0
             awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
             for first in range(0, awaited, MERGE):
-                dots, _ = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
+                dots, ones = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
                 delta += tl.sum(dots)
 
             dx = gradient(in_float32(y), in_float32(dy), delta)
