@@ -100,6 +100,26 @@ def _chunks_awaited(chunk, shift, visible, BLOCK_N: tl.constexpr):
     return tl.where(chunk * BLOCK_N < end, tl.cdiv(end, BLOCK_N), 0)
 
 
+@device_function
+def _sees_nothing(chunk, awaited):
+    """Whether a causal row's chunk is zeros alone. The first is not asked: it has the row's
+    edges."""
+    return (chunk > 0) & (awaited == 0)
+
+
+@device_function
+def _load_chunk(
+    pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """As load_visible. Most chunks are visible from end to end, and so need no masks, which take
+    registers."""
+    if (IS_CAUSAL or SHIFTED) and (origin <= 0) & (lanes.shape[0] <= origin + visible):
+        x = tl.load(pointers)
+    else:
+        x = load_visible(pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL, SHIFTED)
+    return x
+
+
 @triton.jit
 def _wide_fwd_kernel(
     x_ptr,
@@ -132,38 +152,48 @@ def _wide_fwd_kernel(
         partials = words_ptr + row * n_chunks
 
         x_row, shift = row_pointers(x_ptr, row_offsets(row, sizes, x_strides), SHIFTED)
-        x_ptrs = x_row + (start + lanes) * x_step
-        x = load_visible(  # [BLOCK_N]
-            x_ptrs, lanes, shift - start, visible, n_cols, -float("inf"), IS_CAUSAL, SHIFTED
-        )
-        chunk_max = tl.max(in_float32(x))
-        p = exp_below(in_float32(x), chunk_max, EXACT)
-        if PUBLISH:
-            _publish(partials + chunk, chunk_max, tl.sum(p))
-
-        if WRITE:
-            row_max = -float("inf")
-            row_sum = 0.0
-            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
-            for first in range(0, awaited, MERGE):
-                m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
-                larger = tl.maximum(row_max, tl.max(m))
-                row_sum *= exp_below(row_max, larger, EXACT)
-                row_sum += tl.sum(s * exp_below(m, larger, EXACT))
-                row_max = larger
-
-            scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-            p = exp_below(in_float32(x), row_max, EXACT)
-            y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
-            store_whole_vectors(
-                y_row + (start + lanes) * y_step, lanes, shift - start, n_cols, p * scale, SHIFTED
+        y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+        y_ptrs = y_row + (start + lanes) * y_step
+        awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
+        if IS_CAUSAL and _sees_nothing(chunk, awaited):
+            if WRITE:
+                zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
+                store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
+        else:
+            x = _load_chunk(  # [BLOCK_N]
+                x_row + (start + lanes) * x_step,
+                lanes,
+                shift - start,
+                visible,
+                n_cols,
+                -float("inf"),
+                IS_CAUSAL,
+                SHIFTED,
             )
-            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
-                cols, mask = edge_columns(shift, n_cols, VECTOR)
-                seen = mask & (cols < visible)
-                edge_x = tl.load(x_row + shift + cols, mask=seen, other=-float("inf"))
-                edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
-                tl.store(y_row + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
+            chunk_max = tl.max(in_float32(x))
+            p = exp_below(in_float32(x), chunk_max, EXACT)
+            if PUBLISH:
+                _publish(partials + chunk, chunk_max, tl.sum(p))
+
+            if WRITE:
+                row_max = -float("inf")
+                row_sum = 0.0
+                for first in range(0, awaited, MERGE):
+                    m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
+                    larger = tl.maximum(row_max, tl.max(m))
+                    row_sum *= exp_below(row_max, larger, EXACT)
+                    row_sum += tl.sum(s * exp_below(m, larger, EXACT))
+                    row_max = larger
+
+                scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+                p = exp_below(in_float32(x), row_max, EXACT)
+                store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, p * scale, SHIFTED)
+                if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                    cols, mask = edge_columns(shift, n_cols, VECTOR)
+                    seen = mask & (cols < visible)
+                    edge_x = tl.load(x_row + shift + cols, mask=seen, other=-float("inf"))
+                    edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
+                    tl.store(y_row + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -201,32 +231,38 @@ def _wide_bwd_kernel(
 
         y_row, shift = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
         dy_row, _ = row_pointers(dy_ptr, row_offsets(row, sizes, dy_strides), SHIFTED)
-        y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
-        y = load_output(y_ptrs, lanes, shift - start, visible, n_cols, IS_CAUSAL, SHIFTED)
-        dy = load_visible(dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
-        if PUBLISH:
-            dot = tl.sum(in_float32(y) * in_float32(dy))
-            _publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word that is not 0
-
-        if WRITE:
-            delta = 0.0
-            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
-            for first in range(0, awaited, MERGE):
-                dots, ones = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
-                delta += tl.sum(dots)
-
-            dx = gradient(in_float32(y), in_float32(dy), delta)
-            dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
-            store_whole_vectors(
-                dx_row + (start + lanes) * dx_step, lanes, shift - start, n_cols, dx, SHIFTED
+        dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+        dx_ptrs = dx_row + (start + lanes) * dx_step
+        awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
+        if IS_CAUSAL and _sees_nothing(chunk, awaited):
+            if WRITE:
+                zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
+                store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
+        else:
+            y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
+            y = load_output(y_ptrs, lanes, shift - start, visible, n_cols, IS_CAUSAL, SHIFTED)
+            dy = load_visible(
+                dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED
             )
-            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
-                cols, mask = edge_columns(shift, n_cols, VECTOR)
-                seen = mask & (cols < visible)
-                edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
-                edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
-                edge_dx = gradient(edge_y, edge_dy, delta)
-                tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if PUBLISH:
+                dot = tl.sum(in_float32(y) * in_float32(dy))
+                _publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word but 0
+
+            if WRITE:
+                delta = 0.0
+                for first in range(0, awaited, MERGE):
+                    dots, _ones = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
+                    delta += tl.sum(dots)
+
+                dx = gradient(in_float32(y), in_float32(dy), delta)
+                store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, dx, SHIFTED)
+                if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                    cols, mask = edge_columns(shift, n_cols, VECTOR)
+                    seen = mask & (cols < visible)
+                    edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                    edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                    edge_dx = gradient(edge_y, edge_dy, delta)
+                    tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 class Chunks(NamedTuple):
