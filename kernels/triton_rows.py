@@ -185,6 +185,16 @@ def store_whole_vectors(pointers, lanes, origin, n_cols, values, SHIFTED: tl.con
 
 
 @device_function
+def store_zeros(pointers, step, origin, n_cols, SHIFTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros as store_whole_vectors writes values, to lanes BLOCK_N to 2 BLOCK_N - 1 of rows at
+    `pointers` [M, 1]."""
+    lanes = tl.arange(0, BLOCK_N)[None, :]
+    zeros = tl.zeros((pointers.shape[0], BLOCK_N), dtype=tl.float32)
+    beyond = pointers + (lanes + BLOCK_N).to(tl.int64) * step
+    store_whole_vectors(beyond, lanes, origin - BLOCK_N, n_cols, zeros, SHIFTED)
+
+
+@device_function
 def edge_columns(shift, n_cols, VECTOR: tl.constexpr):
     """Columns of shifted rows, [2 VECTOR] or [M, 2 VECTOR], that share their vector with what is
     before or after the row; and a mask of those that are ones."""

@@ -36,10 +36,11 @@ from minitx.kernels.triton_rows import (
     row_offsets,
     row_pointers,
     store_whole_vectors,
+    store_zeros,
     vector_of,
     visible_columns,
 )
-from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_runtime import device_function, launching_on
 from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 
 # Kernels are not Python to a type checker:
@@ -57,31 +58,23 @@ MAX_WARPS = 16  # from there on a thread holds more values
 PAIRED_BYTES, PAIRED_REGISTERS = 65536, 64
 
 
-@triton.jit
-def _softmax_fwd_kernel(
-    x_ptr,
-    y_ptr,
-    sizes,
-    x_strides,
-    y_strides,
+@device_function
+def _fwd_tile(
+    x_rows,
+    y_rows,
     x_step,
     y_step,
-    n_rows,
+    shift,
+    visible,
+    written,
     n_cols,
-    Sq,
     IS_CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
-    INDEX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
-    rows = tl.program_id(0).to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    """Rows whose `visible` columns lie within BLOCK_N lanes, of which `written` exist."""
+    EXACT: tl.constexpr = x_rows.dtype.element_ty == tl.float32
     lanes = tl.arange(0, BLOCK_N)[None, :]
-    visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
-
-    x_rows, shift = row_pointers(x_ptr, row_offsets(rows, sizes, x_strides), SHIFTED)
     x = load_visible(  # [BLOCK_M, BLOCK_N]
         x_rows + lanes.to(tl.int64) * x_step,
         lanes,
@@ -100,16 +93,96 @@ def _softmax_fwd_kernel(
         p = exp_below(in_float32(x), row_max, EXACT)
     scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
 
-    y_rows, _ = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
-    written = tl.where(rows < n_rows, n_cols, 0)
     store_whole_vectors(
         y_rows + lanes.to(tl.int64) * y_step, lanes, shift, written, p * scale, SHIFTED
     )
     if SHIFTED:
+        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_rows.dtype.element_ty.primitive_bitwidth
         cols, mask = edge_columns(shift, written, VECTOR)
         edge_x = tl.load(x_rows + shift + cols, mask=mask & (cols < visible), other=-float("inf"))
         edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
-        tl.store(y_rows + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_rows + shift + cols, edge_y.to(y_rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_fwd_kernel(
+    x_ptr,
+    y_ptr,
+    sizes,
+    x_strides,
+    y_strides,
+    x_step,
+    y_step,
+    n_rows,
+    n_cols,
+    Sq,
+    IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    INDEX: tl.constexpr,
+    HALVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
+    written = tl.where(rows < n_rows, n_cols, 0)
+    x_rows, shift = row_pointers(x_ptr, row_offsets(rows, sizes, x_strides), SHIFTED)
+    y_rows, _ = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
+    steps = (x_step, y_step)
+    HALF: tl.constexpr = BLOCK_N // 2
+    if HALVED and tl.max(shift + visible) <= HALF:
+        _fwd_tile(x_rows, y_rows, *steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, HALF)
+        store_zeros(y_rows, y_step, shift, written, SHIFTED, HALF)
+    else:
+        _fwd_tile(
+            x_rows, y_rows, *steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, BLOCK_N
+        )
+
+
+@device_function
+def _bwd_tile(
+    y_rows,
+    dy_rows,
+    dx_rows,
+    y_step,
+    dy_step,
+    dx_step,
+    shift,
+    visible,
+    written,
+    n_cols,
+    IS_CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rows whose `visible` columns lie within BLOCK_N lanes, of which `written` exist."""
+    lanes = tl.arange(0, BLOCK_N)[None, :]
+    y = load_output(  # [BLOCK_M, BLOCK_N]
+        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, visible, n_cols, IS_CAUSAL, SHIFTED
+    )
+    dy = load_visible(  # [BLOCK_M, BLOCK_N]
+        dy_rows + lanes.to(tl.int64) * dy_step,
+        lanes,
+        shift,
+        visible,
+        n_cols,
+        0.0,
+        IS_CAUSAL,
+        SHIFTED,
+    )
+
+    delta = tl.sum(in_float32(y) * in_float32(dy), axis=1, keep_dims=True)
+    dx = gradient(in_float32(y), in_float32(dy), delta)
+
+    store_whole_vectors(dx_rows + lanes.to(tl.int64) * dx_step, lanes, shift, written, dx, SHIFTED)
+    if SHIFTED:
+        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_rows.dtype.element_ty.primitive_bitwidth
+        cols, mask = edge_columns(shift, written, VECTOR)
+        seen = mask & (cols < visible)
+        edge_y = tl.load(y_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
+        edge_dy = tl.load(dy_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
+        edge_dx = gradient(edge_y, edge_dy, delta)
+        tl.store(dx_rows + shift + cols, edge_dx.to(dx_rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -130,43 +203,23 @@ def _softmax_bwd_kernel(
     IS_CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
     INDEX: tl.constexpr,
+    HALVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_ptr.dtype.element_ty.primitive_bitwidth
     rows = tl.program_id(0).to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    lanes = tl.arange(0, BLOCK_N)[None, :]
     visible = visible_columns(rows, n_rows, n_cols, Sq, IS_CAUSAL)  # [BLOCK_M, 1]
-
+    written = tl.where(rows < n_rows, n_cols, 0)
     y_rows, shift = row_pointers(y_ptr, row_offsets(rows, sizes, y_strides), SHIFTED)
     dy_rows, _ = row_pointers(dy_ptr, row_offsets(rows, sizes, dy_strides), SHIFTED)
-    y = load_output(  # [BLOCK_M, BLOCK_N]
-        y_rows + lanes.to(tl.int64) * y_step, lanes, shift, visible, n_cols, IS_CAUSAL, SHIFTED
-    )
-    dy = load_visible(  # [BLOCK_M, BLOCK_N]
-        dy_rows + lanes.to(tl.int64) * dy_step,
-        lanes,
-        shift,
-        visible,
-        n_cols,
-        0.0,
-        IS_CAUSAL,
-        SHIFTED,
-    )
-
-    delta = tl.sum(in_float32(y) * in_float32(dy), axis=1, keep_dims=True)
-    dx = gradient(in_float32(y), in_float32(dy), delta)
-
     dx_rows, _ = row_pointers(dx_ptr, row_offsets(rows, sizes, dx_strides), SHIFTED)
-    written = tl.where(rows < n_rows, n_cols, 0)
-    store_whole_vectors(dx_rows + lanes.to(tl.int64) * dx_step, lanes, shift, written, dx, SHIFTED)
-    if SHIFTED:
-        cols, mask = edge_columns(shift, written, VECTOR)
-        seen = mask & (cols < visible)
-        edge_y = tl.load(y_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
-        edge_dy = tl.load(dy_rows + shift + cols, mask=seen, other=0.0).to(tl.float32)
-        edge_dx = gradient(edge_y, edge_dy, delta)
-        tl.store(dx_rows + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    rows_and_steps = (y_rows, dy_rows, dx_rows, y_step, dy_step, dx_step)
+    HALF: tl.constexpr = BLOCK_N // 2
+    if HALVED and tl.max(shift + visible) <= HALF:
+        _bwd_tile(*rows_and_steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, HALF)
+        store_zeros(dx_rows, dx_step, shift, written, SHIFTED, HALF)
+    else:
+        _bwd_tile(*rows_and_steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, BLOCK_N)
 
 
 def _max_columns(dtype: torch.dtype) -> int:
@@ -226,6 +279,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
             INDEX=_row_index(n_rows + block_m),
+            HALVED=is_causal and block_m == 1 and block_n > 1,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,
@@ -257,6 +311,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
             INDEX=_row_index(n_rows + block_m),
+            HALVED=is_causal and block_m == 1 and block_n > 1,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=num_warps,

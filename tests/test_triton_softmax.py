@@ -51,6 +51,7 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
             IS_CAUSAL=False,
             SHIFTED=False,
             INDEX=tl.int32,
+            HALVED=False,
             BLOCK_M=1,
             BLOCK_N=4,
         )
@@ -219,7 +220,8 @@ signature = {{f"{{t}}_ptr": "*bf16" for t in tensors}} | {{"sizes": ("i32",)}}
 signature |= {{f"{{t}}_strides": ("i32",) for t in tensors}}
 signature |= {{f"{{t}}_step": "constexpr" for t in tensors}}
 signature |= dict(n_rows="i32", n_cols="i32", Sq="i32")
-signature |= dict.fromkeys(["IS_CAUSAL", "SHIFTED", "INDEX", "BLOCK_M", "BLOCK_N"], "constexpr")
+constexprs = ["IS_CAUSAL", "SHIFTED", "INDEX", "HALVED", "BLOCK_M", "BLOCK_N"]
+signature |= dict.fromkeys(constexprs, "constexpr")
 assert list(signature) == kernel.arg_names, kernel.arg_names
 names = list(signature)
 for is_causal, is_shifted in ((False, False), (True, False), (False, True), (True, True)):
@@ -228,7 +230,7 @@ for is_causal, is_shifted in ((False, False), (True, False), (False, True), (Tru
         aligned += [(names.index(n),) for n in [f"{{t}}_ptr" for t in tensors] + ["n_cols"]]
         aligned += [(names.index(f"{{t}}_strides"), 0) for t in tensors]
     constants = {{f"{{t}}_step": 1 for t in tensors}}
-    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, INDEX=tl.int32)
+    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, INDEX=tl.int32, HALVED=False)
     constants |= dict(BLOCK_M=1, BLOCK_N=4096)
     source = ASTSource(
         kernel, signature, constants, {{path: [["tt.divisibility", 16]] for path in aligned}}
