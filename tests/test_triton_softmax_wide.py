@@ -3,6 +3,11 @@
 What they share with other rows is in test_softmax_contract.py.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from softmax_oracle import check, forward_backward, normal, oracle
@@ -110,6 +115,29 @@ def test_an_sm_has_room_for_the_programs_it_is_to_hold():
         assert chunks.max_registers % 8 == 0  # else the hardware rounds up
         assert threads * chunks.max_registers <= 65536
         assert 40 <= chunks.max_registers <= 255
+
+
+def test_what_the_compiler_makes_of_it(tmp_path):
+    # The interpreter takes code that the compiler refuses. In a process of its own, since this one
+    # may have the interpreter in the compiler's place.
+    script = Path(__file__).with_name("compile_triton_softmax.py")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script), "bfloat16", "131072", "100003"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line.split()[:5] for line in done.stdout.splitlines()]
+    # 16 bytes at a time, of rows that start anywhere too: were a mask to end inside a vector, none.
+    for _, kernel, _, loads, stores in found:
+        n_read, chunks = (1, wide.FWD[2]) if "fwd" in kernel else (2, wide.BWD[2])
+        vectors = chunks.BLOCK_N // (chunks.num_warps * 32) // 8
+        assert int(loads) >= n_read * vectors
+        assert int(stores) >= vectors
+    assert len(found) == 2 * 2 * 2
 
 
 # --- on a GPU, where programs wait for one another --------------------------------------------
