@@ -18,6 +18,8 @@ Any strides are read as they are, without a copy. One kernel is compiled for eac
 arguments (apart from Triton's own specialisation on 1 and on multiples of 16).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -48,14 +50,19 @@ from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 
 # Measured on an H200: see benchmarks/NOTES.md.
 MAX_COLUMNS = {2: 32768, 4: 16384}  # that one program holds faster than a group, by bytes of each
+MAX_CAUSAL_COLUMNS = 16384  # where a group passes over chunks that a row does not see
 TILE = 1024  # elements that a program takes at least, in rows of up to that length
 STRIDED_TILE = 16384  # the same where a row's columns are not adjacent in memory
 VALUES_PER_THREAD = 16
+# Of a causal row's values half are not read, and 16 bits are half as much to read: more of them
+# make up for it.
+CAUSAL_VALUES_PER_THREAD = {2: 64, 4: 16}
 MIN_SHIFTED = 128  # columns; in shorter rows the edges are much of it
-MAX_WARPS = 16  # from there on a thread holds more values
-# 64 KiB in 16 bits, of one tensor or of two, are 32 registers in each of 512 threads: so limited,
-# two such programs fit on an SM.
-PAIRED_BYTES, PAIRED_REGISTERS = 65536, 64
+MIN_WARPS, MAX_WARPS = 2, 16  # from there on a thread holds more values
+# Registers in each of 512 threads, by the bytes of 16-bit rows that these hold: so limited, two
+# programs of 64 KiB fit on an SM. One of 128 KiB has no more in any case, but where it is told so
+# the compiler issues all loads before it uses what the first brings, which it else does not.
+MAX_REGISTERS = {2**16: 64, 2**17: 128}
 
 
 @device_function
@@ -222,18 +229,22 @@ def _softmax_bwd_kernel(
         _bwd_tile(*rows_and_steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, BLOCK_N)
 
 
-def _max_columns(dtype: torch.dtype) -> int:
+def _max_columns(dtype: torch.dtype, is_causal: bool = False) -> int:
     """Of rows that one program takes."""
-    return MAX_COLUMNS[dtype.itemsize]
+    longest = MAX_COLUMNS[dtype.itemsize]
+    return min(longest, MAX_CAUSAL_COLUMNS) if is_causal else longest
 
 
-def _choose_tile(n_cols: int, columns_adjacent: bool) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns."""
+def _choose_tile(
+    n_cols: int, columns_adjacent: bool, values: int = VALUES_PER_THREAD
+) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns, of which a thread takes some
+    `values`."""
     block_n = triton.next_power_of_2(n_cols)
     # Where rows are adjacent in memory and columns are not (softmax over another dim than the
     # last), a program takes as many rows as it can hold, so that what it loads is adjacent too.
     elements = max(TILE if columns_adjacent else STRIDED_TILE, block_n)
-    num_warps = min(elements // (32 * VALUES_PER_THREAD), MAX_WARPS)
+    num_warps = max(MIN_WARPS, min(elements // (32 * values), MAX_WARPS))
     return elements // block_n, block_n, num_warps
 
 
@@ -246,26 +257,32 @@ def _shifts(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -
     return is_worthwhile and has_room and can_shift(tensors, strides)
 
 
-def _max_registers(n_read: int, block_n: int, dtype: torch.dtype, is_causal: bool) -> int | None:
-    """A thread's, in a program that holds a row of `n_read` tensors; None for no limit."""
-    held = n_read * block_n * dtype.itemsize
-    is_paired = dtype.itemsize == 2 and held == PAIRED_BYTES
-    return PAIRED_REGISTERS if is_paired and not is_causal else None  # whose masks would spill
-
-
-def _row_index(n_rows: int) -> tl.dtype:
-    """The type that counts rows."""
-    return tl.int32 if n_rows < 2**31 else tl.int64
+def _options(tensors: tuple[torch.Tensor, ...], is_causal: bool) -> dict[str, Any]:
+    """Tile, warps and registers for rows of those that are read, and of the one that is written."""
+    rows, n_read = tensors[0], len(tensors) - 1
+    n_cols, itemsize = rows.shape[-1], rows.element_size()
+    values = CAUSAL_VALUES_PER_THREAD[itemsize] if is_causal else VALUES_PER_THREAD
+    block_m, block_n, num_warps = _choose_tile(n_cols, rows.stride(-1) == 1, values)
+    held = n_read * block_n * itemsize
+    n_rows = rows.numel() // n_cols
+    return {
+        "IS_CAUSAL": is_causal,
+        "INDEX": tl.int32 if n_rows + block_m < 2**31 else tl.int64,
+        "HALVED": is_causal and block_m == 1 and block_n > 1,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": num_warps,
+        "maxnreg": MAX_REGISTERS.get(held) if itemsize == 2 and num_warps == MAX_WARPS else None,
+    }
 
 
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
-    is_shifted = _shifts((x, y), [x_strides, y_strides])
-    block_m, block_n, num_warps = _choose_tile(n_cols, x.stride(-1) == 1)
+    options = _options((x, y), is_causal)
     with launching_on(x.device):
-        _softmax_fwd_kernel[(triton.cdiv(n_rows, block_m),)](
+        _softmax_fwd_kernel[(triton.cdiv(n_rows, options["BLOCK_M"]),)](
             x,
             y,
             sizes,
@@ -276,14 +293,8 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             n_rows,
             n_cols,
             x.shape[-2] if is_causal else 1,
-            IS_CAUSAL=is_causal,
-            SHIFTED=is_shifted,
-            INDEX=_row_index(n_rows + block_m),
-            HALVED=is_causal and block_m == 1 and block_n > 1,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            maxnreg=_max_registers(1, block_n, x.dtype, is_causal),
+            SHIFTED=_shifts((x, y), [x_strides, y_strides]),
+            **options,
         )
 
 
@@ -291,10 +302,9 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
-    is_shifted = _shifts((y, dy, dx), [y_strides, dy_strides, dx_strides])
-    block_m, block_n, num_warps = _choose_tile(n_cols, y.stride(-1) == 1)
+    options = _options((y, dy, dx), is_causal)
     with launching_on(y.device):
-        _softmax_bwd_kernel[(triton.cdiv(n_rows, block_m),)](
+        _softmax_bwd_kernel[(triton.cdiv(n_rows, options["BLOCK_M"]),)](
             y,
             dy,
             dx,
@@ -308,21 +318,15 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             n_rows,
             n_cols,
             y.shape[-2] if is_causal else 1,
-            IS_CAUSAL=is_causal,
-            SHIFTED=is_shifted,
-            INDEX=_row_index(n_rows + block_m),
-            HALVED=is_causal and block_m == 1 and block_n > 1,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            maxnreg=_max_registers(2, block_n, y.dtype, is_causal),
+            SHIFTED=_shifts((y, dy, dx), [y_strides, dy_strides, dx_strides]),
+            **options,
         )
 
 
 def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
-        fits = x.shape[-1] <= _max_columns(x.dtype)
+        fits = x.shape[-1] <= _max_columns(x.dtype, is_causal)
         launch = _launch_fwd if fits else launch_wide_fwd
         launch(x, y, is_causal)
     return y
@@ -331,7 +335,7 @@ def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
 def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
-        fits = y.shape[-1] <= _max_columns(y.dtype)
+        fits = y.shape[-1] <= _max_columns(y.dtype, is_causal)
         launch = _launch_bwd if fits else launch_wide_bwd
         launch(y, dy, dx, is_causal)
     return dx

@@ -281,7 +281,7 @@ class Chunks(NamedTuple):
 MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
 # By bytes of an element. Measured on an H200: see benchmarks/NOTES.md.
 FWD = {
-    2: Chunks(BLOCK_N=4096, num_warps=2, programs_per_sm=12),
+    2: Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=6),
     4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=8),
 }
 BWD = {
