@@ -8,10 +8,13 @@ length rounded up to a power of two: short rows share a program, long ones have 
 lanes hold -inf, the identity of the maximum, whose exponential is 0. With `is_causal` the rule
 "query i sees key j when j <= i + Skv - Sq" is the load's mask: what is masked is not read, but for
 what shares its 16 bytes with the last visible key, and that is put aside.
-The backward needs y alone.
+The backward needs y alone: that is 0 where a score is masked, and so is dx.
 
-Rows wider than MAX_COLUMNS are split over programs by triton_softmax_wide.py: one program cannot
-hold them, or is slower.
+Of a causal row that sees no more than half of the tile, half a tile is worked on, and zeros are
+written to the rest.
+
+Rows wider than MAX_COLUMNS, or MAX_CAUSAL_COLUMNS, are split over programs by
+triton_softmax_wide.py: one program cannot hold them, or is slower.
 
 Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
 `is_causal` and number of leading dims that cannot be merged; lengths and strides are run-time
@@ -257,8 +260,10 @@ def _shifts(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -
     return is_worthwhile and has_room and can_shift(tensors, strides)
 
 
-def _options(tensors: tuple[torch.Tensor, ...], is_causal: bool) -> dict[str, Any]:
-    """Tile, warps and registers for rows of those that are read, and of the one that is written."""
+def _options(
+    tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]], is_causal: bool
+) -> dict[str, Any]:
+    """How to compile the kernel for rows of these tensors, all but the last of them read."""
     rows, n_read = tensors[0], len(tensors) - 1
     n_cols, itemsize = rows.shape[-1], rows.element_size()
     values = CAUSAL_VALUES_PER_THREAD[itemsize] if is_causal else VALUES_PER_THREAD
@@ -267,6 +272,7 @@ def _options(tensors: tuple[torch.Tensor, ...], is_causal: bool) -> dict[str, An
     n_rows = rows.numel() // n_cols
     return {
         "IS_CAUSAL": is_causal,
+        "SHIFTED": _shifts(tensors, strides),
         "INDEX": tl.int32 if n_rows + block_m < 2**31 else tl.int64,
         "HALVED": is_causal and block_m == 1 and block_n > 1,
         "BLOCK_M": block_m,
@@ -280,7 +286,7 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     n_cols = x.shape[-1]
     sizes, (x_strides, y_strides) = merge_leading_dims(x, y)
     n_rows = x.numel() // n_cols
-    options = _options((x, y), is_causal)
+    options = _options((x, y), [x_strides, y_strides], is_causal)
     with launching_on(x.device):
         _softmax_fwd_kernel[(triton.cdiv(n_rows, options["BLOCK_M"]),)](
             x,
@@ -293,7 +299,6 @@ def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
             n_rows,
             n_cols,
             x.shape[-2] if is_causal else 1,
-            SHIFTED=_shifts((x, y), [x_strides, y_strides]),
             **options,
         )
 
@@ -302,7 +307,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
     n_cols = y.shape[-1]
     sizes, (y_strides, dy_strides, dx_strides) = merge_leading_dims(y, dy, dx)
     n_rows = y.numel() // n_cols
-    options = _options((y, dy, dx), is_causal)
+    options = _options((y, dy, dx), [y_strides, dy_strides, dx_strides], is_causal)
     with launching_on(y.device):
         _softmax_bwd_kernel[(triton.cdiv(n_rows, options["BLOCK_M"]),)](
             y,
@@ -318,7 +323,6 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
             n_rows,
             n_cols,
             y.shape[-2] if is_causal else 1,
-            SHIFTED=_shifts((y, dy, dx), [y_strides, dy_strides, dx_strides]),
             **options,
         )
 
