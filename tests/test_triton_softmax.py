@@ -115,6 +115,20 @@ def test_tiles_depend_on_the_width_only_by_its_power_of_two(n):
     assert triton_softmax._choose_tile(n, False)[0] == max(16384 // block_n, 1)
 
 
+@pytest.mark.parametrize("n", [17, 20, 32])
+def test_masked_columns_are_written(monkeypatch, device, n):
+    # A program a row; of those that see half of the tile at most, the other half too.
+    monkeypatch.setattr(triton_softmax, "TILE", 1)
+    x, dy = normal(n, n).to(device), normal(n, n, seed=1).to(device)
+    y, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+    triton_softmax._launch_fwd(x, y, True)
+    assert max_error(y, softmax_reference(x.double(), is_causal=True)) < 1e-6
+    triton_softmax._launch_bwd(y, dy, dx, True)
+    truth = y.double() * (dy - (y.double() * dy).sum(-1, keepdim=True))
+    assert max_error(dx, truth) < 1e-6
+    assert (dx.triu(1) == 0).all()
+
+
 # --- custom ops -------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def test_nothing_beside_the_rows_is_written_or_matters(
         (launches[1], (y, dy), dx_true),
     ):
         views = [within(t, pitch, offset, float("nan"))[1] for t in inputs]
-        buffer, result = within(torch.zeros_like(x), pitch, offset, SENTINEL)
+        buffer, result = within(torch.full_like(x, SENTINEL), pitch, offset, SENTINEL)
         strides = triton_rows.merge_leading_dims(*views, result)[1]
         assert triton_rows.can_shift((*views, result), strides)
         launch(*views, result, is_causal)
