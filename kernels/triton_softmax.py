@@ -13,8 +13,8 @@ The backward needs y alone: that is 0 where a score is masked, and so is dx.
 Of a causal row that sees no more than half of the tile, half a tile is worked on, and zeros are
 written to the rest.
 
-Rows wider than MAX_COLUMNS, or MAX_CAUSAL_COLUMNS, are split over programs by
-triton_softmax_wide.py: one program cannot hold them, or is slower.
+Rows of more than MAX_COLUMNS, MAX_BYTES or, if causal, MAX_CAUSAL_COLUMNS are split over programs
+by triton_softmax_wide.py: one program cannot hold them, or is slower.
 
 Any strides are read as they are, without a copy. One kernel is compiled for each BLOCK_N, dtype,
 `is_causal` and number of leading dims that cannot be merged; lengths and strides are run-time
@@ -52,9 +52,9 @@ from minitx.kernels.triton_softmax_wide import launch_wide_bwd, launch_wide_fwd
 # pyright: reportCallIssue=false
 
 # Measured on an H200: see benchmarks/NOTES.md.
-MAX_COLUMNS = {2: 32768, 4: 16384}  # that one program holds faster than a group, by bytes of each
+MAX_COLUMNS, MAX_BYTES = 32768, 2**17  # of what is read, that one program holds faster than a group
 MAX_CAUSAL_COLUMNS = 16384  # where a group passes over chunks that a row does not see
-TILE = 1024  # elements that a program takes at least, in rows of up to that length
+TILE = {2: 1024, 4: 512}  # elements that a program takes at least, by bytes of each
 STRIDED_TILE = 16384  # the same where a row's columns are not adjacent in memory
 VALUES_PER_THREAD = 16
 # Of a causal row's values half are not read, and 16 bits are half as much to read: more of them
@@ -62,10 +62,6 @@ VALUES_PER_THREAD = 16
 CAUSAL_VALUES_PER_THREAD = {2: 64, 4: 16}
 MIN_SHIFTED = 128  # columns; in shorter rows the edges are much of it
 MIN_WARPS, MAX_WARPS = 2, 16  # from there on a thread holds more values
-# Registers in each of 512 threads, by the bytes of 16-bit rows that these hold: so limited, two
-# programs of 64 KiB fit on an SM. One of 128 KiB has no more in any case, but where it is told so
-# the compiler issues all loads before it uses what the first brings, which it else does not.
-MAX_REGISTERS = {2**16: 64, 2**17: 128}
 
 
 @device_function
@@ -232,21 +228,22 @@ def _softmax_bwd_kernel(
         _bwd_tile(*rows_and_steps, shift, visible, written, n_cols, IS_CAUSAL, SHIFTED, BLOCK_N)
 
 
-def _max_columns(dtype: torch.dtype, is_causal: bool = False) -> int:
-    """Of rows that one program takes."""
-    longest = MAX_COLUMNS[dtype.itemsize]
-    return min(longest, MAX_CAUSAL_COLUMNS) if is_causal else longest
+def _fits(rows: torch.Tensor, n_read: int, is_causal: bool) -> bool:
+    """Whether one program takes a row of each of the tensors that are read."""
+    n_cols = rows.shape[-1]
+    longest = MAX_CAUSAL_COLUMNS if is_causal else MAX_COLUMNS
+    return n_cols <= longest and n_read * n_cols * rows.element_size() <= MAX_BYTES
 
 
 def _choose_tile(
-    n_cols: int, columns_adjacent: bool, values: int = VALUES_PER_THREAD
+    n_cols: int, itemsize: int, columns_adjacent: bool, half_is_read: bool
 ) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns, of which a thread takes some
-    `values`."""
+    """BLOCK_M, BLOCK_N and num_warps for rows of `n_cols` columns."""
     block_n = triton.next_power_of_2(n_cols)
+    values = CAUSAL_VALUES_PER_THREAD[itemsize] if half_is_read else VALUES_PER_THREAD
     # Where rows are adjacent in memory and columns are not (softmax over another dim than the
     # last), a program takes as many rows as it can hold, so that what it loads is adjacent too.
-    elements = max(TILE if columns_adjacent else STRIDED_TILE, block_n)
+    elements = max(TILE[itemsize] if columns_adjacent else STRIDED_TILE, block_n)
     num_warps = max(MIN_WARPS, min(elements // (32 * values), MAX_WARPS))
     return elements // block_n, block_n, num_warps
 
@@ -266,20 +263,34 @@ def _options(
     """How to compile the kernel for rows of these tensors, all but the last of them read."""
     rows, n_read = tensors[0], len(tensors) - 1
     n_cols, itemsize = rows.shape[-1], rows.element_size()
-    values = CAUSAL_VALUES_PER_THREAD[itemsize] if is_causal else VALUES_PER_THREAD
-    block_m, block_n, num_warps = _choose_tile(n_cols, rows.stride(-1) == 1, values)
-    held = n_read * block_n * itemsize
+    is_shifted = _shifts(tensors, strides)
+    half_is_read = is_causal and not is_shifted  # whose masks take registers enough
+    block_m, block_n, num_warps = _choose_tile(n_cols, itemsize, rows.stride(-1) == 1, half_is_read)
     n_rows = rows.numel() // n_cols
+    is_row = block_m == 1 and rows.stride(-1) == 1
     return {
         "IS_CAUSAL": is_causal,
-        "SHIFTED": _shifts(tensors, strides),
+        "SHIFTED": is_shifted,
         "INDEX": tl.int32 if n_rows + block_m < 2**31 else tl.int64,
-        "HALVED": is_causal and block_m == 1 and block_n > 1,
+        "HALVED": is_causal and block_n > 1,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": num_warps,
-        "maxnreg": MAX_REGISTERS.get(held) if itemsize == 2 and num_warps == MAX_WARPS else None,
+        "maxnreg": _max_registers(n_read * block_n * itemsize, num_warps) if is_row else None,
     }
+
+
+def _max_registers(held: int, num_warps: int) -> int | None:
+    """A thread's, in a program that reads `held` bytes; None for no limit.
+
+    So limited, two programs of 16 warps fit on an SM, or three of 8, of which a thread holds 32
+    registers. Where it holds 64, one fits in any case, but told so the compiler issues all loads
+    before it uses what the first brings, which it else does not.
+    """
+    data = held // (4 * 32 * num_warps)
+    if data == 32:
+        return 64 if num_warps == MAX_WARPS else 80
+    return 128 if data == 64 else None
 
 
 def _launch_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
@@ -330,8 +341,7 @@ def _launch_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: 
 def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel() > 0:
-        fits = x.shape[-1] <= _max_columns(x.dtype, is_causal)
-        launch = _launch_fwd if fits else launch_wide_fwd
+        launch = _launch_fwd if _fits(x, 1, is_causal) else launch_wide_fwd
         launch(x, y, is_causal)
     return y
 
@@ -339,8 +349,7 @@ def _fwd(x: torch.Tensor, is_causal: bool) -> torch.Tensor:
 def _bwd(y: torch.Tensor, dy: torch.Tensor, is_causal: bool) -> torch.Tensor:
     dx = torch.empty_like(y)
     if y.numel() > 0:
-        fits = y.shape[-1] <= _max_columns(y.dtype, is_causal)
-        launch = _launch_bwd if fits else launch_wide_bwd
+        launch = _launch_bwd if _fits(y, 2, is_causal) else launch_wide_bwd
         launch(y, dy, dx, is_causal)
     return dx
 

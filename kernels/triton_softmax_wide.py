@@ -6,8 +6,9 @@ chunks and merges them,
 
     m = max_c m_c,   s = sum_c s_c exp(m_c - m);
 
-and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. The
-programs of a row are a group, and groups walk over the rows:
+and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. Chunks
+past what a causal row sees are zeros, and wait for no one. The programs of a row are a group, and
+groups walk over the rows:
 
     group 0   chunk 0, 1, 2, ...    rows 0, n_groups, 2 n_groups, ...
     group 1   chunk 0, 1, 2, ...    rows 1, n_groups + 1, ...
@@ -17,7 +18,7 @@ holds at once (a limit of registers a thread makes sure of `programs_per_sm`), a
 a cooperative grid: the GPU starts all of it or none, whatever else is running. Within a group every
 program takes the rows in the same order and publishes before it waits, so no one waits for ever.
 
-Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 2.7 million in
+Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 3.2 million in
 float32's backward), and in Triton's interpreter, whose programs run one after the other, the same
 kernel is launched twice: first to publish, then to merge and write. Then memory is read twice.
 
@@ -152,11 +153,11 @@ def _wide_fwd_kernel(
         partials = words_ptr + row * n_chunks
 
         x_row, shift = row_pointers(x_ptr, row_offsets(row, sizes, x_strides), SHIFTED)
-        y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
-        y_ptrs = y_row + (start + lanes) * y_step
         awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
         if IS_CAUSAL and _sees_nothing(chunk, awaited):
             if WRITE:
+                y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+                y_ptrs = y_row + (start + lanes) * y_step
                 zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
                 store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
         else:
@@ -187,6 +188,8 @@ def _wide_fwd_kernel(
 
                 scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
                 p = exp_below(in_float32(x), row_max, EXACT)
+                y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+                y_ptrs = y_row + (start + lanes) * y_step
                 store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, p * scale, SHIFTED)
                 if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
                     cols, mask = edge_columns(shift, n_cols, VECTOR)
@@ -231,11 +234,11 @@ def _wide_bwd_kernel(
 
         y_row, shift = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
         dy_row, _ = row_pointers(dy_ptr, row_offsets(row, sizes, dy_strides), SHIFTED)
-        dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
-        dx_ptrs = dx_row + (start + lanes) * dx_step
         awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
         if IS_CAUSAL and _sees_nothing(chunk, awaited):
             if WRITE:
+                dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+                dx_ptrs = dx_row + (start + lanes) * dx_step
                 zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
                 store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
         else:
@@ -255,6 +258,8 @@ def _wide_bwd_kernel(
                     delta += tl.sum(dots)
 
                 dx = gradient(in_float32(y), in_float32(dy), delta)
+                dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+                dx_ptrs = dx_row + (start + lanes) * dx_step
                 store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, dx, SHIFTED)
                 if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
                     cols, mask = edge_columns(shift, n_cols, VECTOR)
@@ -279,14 +284,19 @@ class Chunks(NamedTuple):
 
 
 MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
-# By bytes of an element. Measured on an H200: see benchmarks/NOTES.md.
+# By bytes of an element, and whether causal: that takes more registers. Measured on an H200: see
+# benchmarks/NOTES.md.
 FWD = {
-    2: Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=6),
-    4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=8),
+    (2, False): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=7),
+    (2, True): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=6),
+    (4, False): Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=4),
+    (4, True): Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=7),
 }
 BWD = {
-    2: Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
-    4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=5),
+    (2, False): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
+    (2, True): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
+    (4, False): Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=3),
+    (4, True): Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=5),
 }
 
 
@@ -348,9 +358,9 @@ def _launch(
 
 def launch_wide_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     """Writes softmax(x) to y; both [..., N], not empty, of any strides."""
-    _launch(_wide_fwd_kernel, (x, y), FWD[x.element_size()], is_causal)
+    _launch(_wide_fwd_kernel, (x, y), FWD[x.element_size(), is_causal], is_causal)
 
 
 def launch_wide_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> None:
     """Writes the gradient of softmax's input to dx; all [..., N], not empty, of any strides."""
-    _launch(_wide_bwd_kernel, (y, dy, dx), BWD[y.element_size()], is_causal)
+    _launch(_wide_bwd_kernel, (y, dy, dx), BWD[y.element_size(), is_causal], is_causal)

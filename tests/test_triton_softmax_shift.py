@@ -24,8 +24,8 @@ def launches(request, monkeypatch):
     if request.param == "on chip":
         monkeypatch.setattr(triton_softmax, "MIN_SHIFTED", 1)
         return triton_softmax._launch_fwd, triton_softmax._launch_bwd
-    monkeypatch.setattr(wide, "FWD", {2: CHUNKS, 4: CHUNKS})
-    monkeypatch.setattr(wide, "BWD", {2: CHUNKS, 4: CHUNKS})
+    monkeypatch.setattr(wide, "FWD", dict.fromkeys(wide.FWD, CHUNKS))
+    monkeypatch.setattr(wide, "BWD", dict.fromkeys(wide.BWD, CHUNKS))
     return wide.launch_wide_fwd, wide.launch_wide_bwd
 
 

@@ -28,9 +28,9 @@ SMALL = wide.Chunks(BLOCK_N=16, num_warps=1, programs_per_sm=16)
 @pytest.fixture
 def split_small(monkeypatch):
     """Splits every row, into chunks of 16."""
-    monkeypatch.setattr(triton_softmax, "_max_columns", lambda *_: 0)
-    monkeypatch.setattr(wide, "FWD", {2: SMALL, 4: SMALL})
-    monkeypatch.setattr(wide, "BWD", {2: SMALL, 4: SMALL})
+    monkeypatch.setattr(triton_softmax, "_fits", lambda *_: False)
+    monkeypatch.setattr(wide, "FWD", dict.fromkeys(wide.FWD, SMALL))
+    monkeypatch.setattr(wide, "BWD", dict.fromkeys(wide.BWD, SMALL))
 
 
 @pytest.fixture(params=["one launch", "few groups", "two launches"])
@@ -95,7 +95,8 @@ def test_a_program_holds_every_chunk_in_turn(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_routes_agree_where_they_meet(device, dtype):
-    n = triton_softmax._max_columns(dtype)
+    n = triton_softmax.MAX_BYTES // 2 // dtype.itemsize  # of the backward, which reads two rows
+    assert triton_softmax._fits(torch.empty(1, n, dtype=dtype), 2, False)
     check("triton", normal(1, n).to(device, dtype))
     check("triton", normal(1, n + 1).to(device, dtype))
 
@@ -132,8 +133,9 @@ def test_what_the_compiler_makes_of_it(tmp_path):
     assert done.returncode == 0, done.stderr
     found = [line.split()[:5] for line in done.stdout.splitlines()]
     # 16 bytes at a time, of rows that start anywhere too: were a mask to end inside a vector, none.
-    for _, kernel, _, loads, stores in found:
-        n_read, chunks = (1, wide.FWD[2]) if "fwd" in kernel else (2, wide.BWD[2])
+    for _, kernel, is_causal, loads, stores in found:
+        n_read, table = (1, wide.FWD) if "fwd" in kernel else (2, wide.BWD)
+        chunks = table[2, is_causal == "True"]
         vectors = chunks.BLOCK_N // (chunks.num_warps * 32) // 8
         assert int(loads) >= n_read * vectors
         assert int(stores) >= vectors
@@ -173,7 +175,11 @@ def test_wide_rows(one_launch, shape, dtype):
 @pytest.mark.gpu
 def test_rows_of_more_chunks_than_the_gpu_holds():
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    x = torch.randn(2, n_sms * wide.FWD[4].programs_per_sm * wide.FWD[4].BLOCK_N + 1, device="cuda")
+    x = torch.randn(
+        2,
+        n_sms * wide.FWD[4, False].programs_per_sm * wide.FWD[4, False].BLOCK_N + 1,
+        device="cuda",
+    )
     y, dx = forward_backward("triton", x * 3, torch.ones_like(x))
     y_true, _ = oracle(x[1] * 3, torch.ones_like(x[1]))
     assert max_error(y[1] / y_true.max(), y_true / y_true.max()) < 1e-5
