@@ -264,10 +264,11 @@ def _options(
     rows, n_read = tensors[0], len(tensors) - 1
     n_cols, itemsize = rows.shape[-1], rows.element_size()
     is_shifted = _shifts(tensors, strides)
-    half_is_read = is_causal and not is_shifted  # whose masks take registers enough
+    is_masked_twice = is_causal and is_shifted  # which takes registers of its own
+    half_is_read = is_causal and not is_masked_twice
     block_m, block_n, num_warps = _choose_tile(n_cols, itemsize, rows.stride(-1) == 1, half_is_read)
     n_rows = rows.numel() // n_cols
-    is_row = block_m == 1 and rows.stride(-1) == 1
+    is_limited = block_m == 1 and rows.stride(-1) == 1 and not is_masked_twice
     return {
         "IS_CAUSAL": is_causal,
         "SHIFTED": is_shifted,
@@ -276,7 +277,7 @@ def _options(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": num_warps,
-        "maxnreg": _max_registers(n_read * block_n * itemsize, num_warps) if is_row else None,
+        "maxnreg": _max_registers(n_read * block_n * itemsize, num_warps) if is_limited else None,
     }
 
 
