@@ -77,13 +77,13 @@ def can_shift(tensors: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]])
 
 @device_function
 def row_offsets(rows, sizes, strides):
-    """Elements from a tensor's start to the start of each row; rows (int64) count in row-major
-    order."""
-    offsets = rows * 0
+    """Elements (int64) from a tensor's start to the start of each row; rows count in row-major
+    order, in 32 bits where they can: dividing 64 bits takes longer than a short row does."""
+    offsets = tl.cast(rows, tl.int64) * 0
     for d in tl.static_range(len(sizes) - 1, 0, -1):
-        offsets += (rows % sizes[d]) * strides[d]
+        offsets += tl.cast(rows % sizes[d], tl.int64) * strides[d]
         rows = rows // sizes[d]
-    return offsets + rows * strides[0]
+    return offsets + tl.cast(rows, tl.int64) * strides[0]
 
 
 @device_function
@@ -123,6 +123,23 @@ def lane_bound(x):
 
 
 @device_function
+def load_vectors(pointers, lanes, origin, visible, n_cols, other, SHIFTED: tl.constexpr):
+    """Whole vectors, those that hold columns 0 to visible - 1, whatever else they hold; `other` in
+    place of the rest.
+
+    A mask that may end inside a vector would make every load of the row a scalar one.
+    """
+    VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
+    end = (lane_bound(origin + visible) + VECTOR - 1) // VECTOR * VECTOR
+    if SHIFTED:
+        end = tl.where(visible > 0, end, 0)  # past the last row there is nothing to read
+    else:
+        row_end = lane_bound(origin + n_cols)
+        end = tl.where(end < row_end, end, row_end)
+    return tl.load(pointers, mask=lanes < end, other=other)
+
+
+@device_function
 def load_visible(
     pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
 ):
@@ -132,15 +149,7 @@ def load_visible(
     """
     end = lane_bound(origin + visible)
     if IS_CAUSAL or SHIFTED:
-        # A mask that may end inside a vector would make every load of the row a scalar one.
-        VECTOR: tl.constexpr = VECTOR_BYTES * 8 // pointers.dtype.element_ty.primitive_bitwidth
-        whole = (end + VECTOR - 1) // VECTOR * VECTOR
-        if SHIFTED:
-            whole = tl.where(visible > 0, whole, 0)  # past the last row there is nothing to read
-        else:
-            row_end = lane_bound(origin + n_cols)
-            whole = tl.where(whole < row_end, whole, row_end)
-        values = tl.load(pointers, mask=lanes < whole, other=other)
+        values = load_vectors(pointers, lanes, origin, visible, n_cols, other, SHIFTED)
         is_visible = lanes < end
         if SHIFTED:
             is_visible &= lanes >= lane_bound(origin)
@@ -148,6 +157,18 @@ def load_visible(
     else:
         values = tl.load(pointers, mask=lanes < end, other=other)
     return values
+
+
+@device_function
+def load_output(
+    pointers, lanes, origin, visible, n_cols, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """As load_visible, of softmax's own output: what is masked is 0 in memory already."""
+    if IS_CAUSAL and not SHIFTED:
+        y = load_vectors(pointers, lanes, origin, visible, n_cols, 0.0, SHIFTED)
+    else:
+        y = load_visible(pointers, lanes, origin, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
+    return y
 
 
 @device_function
@@ -161,6 +182,16 @@ def store_whole_vectors(pointers, lanes, origin, n_cols, values, SHIFTED: tl.con
     else:
         mask = lanes < end
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@device_function
+def store_zeros(pointers, step, origin, n_cols, SHIFTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros as store_whole_vectors writes values, to lanes BLOCK_N to 2 BLOCK_N - 1 of rows at
+    `pointers` [M, 1]."""
+    lanes = tl.arange(0, BLOCK_N)[None, :]
+    zeros = tl.zeros((pointers.shape[0], BLOCK_N), dtype=tl.float32)
+    beyond = pointers + (lanes + BLOCK_N).to(tl.int64) * step
+    store_whole_vectors(beyond, lanes, origin - BLOCK_N, n_cols, zeros, SHIFTED)
 
 
 @device_function
@@ -201,3 +232,10 @@ def exp_below(x, maximum, EXACT: tl.constexpr):
     below = x - tl.where(maximum == -float("inf"), 0.0, maximum)
     result = exact_exp(below) if EXACT else tl.exp2(below * LOG2E)
     return result
+
+
+@device_function
+def gradient(y, dy, delta):
+    """dx = y (dy - delta), and 0 where y is: a masked column, or a row of -inf, has no gradient,
+    whatever dy is."""
+    return tl.where(y == 0.0, 0.0, y * (dy - delta))

@@ -6,8 +6,9 @@ chunks and merges them,
 
     m = max_c m_c,   s = sum_c s_c exp(m_c - m);
 
-and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. The
-programs of a row are a group, and groups walk over the rows:
+and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. Chunks
+past what a causal row sees are zeros, and wait for no one. The programs of a row are a group, and
+groups walk over the rows:
 
     group 0   chunk 0, 1, 2, ...    rows 0, n_groups, 2 n_groups, ...
     group 1   chunk 0, 1, 2, ...    rows 1, n_groups + 1, ...
@@ -17,7 +18,7 @@ holds at once (a limit of registers a thread makes sure of `programs_per_sm`), a
 a cooperative grid: the GPU starts all of it or none, whatever else is running. Within a group every
 program takes the rows in the same order and publishes before it waits, so no one waits for ever.
 
-Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 2.7 million in
+Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 3.2 million in
 float32's backward), and in Triton's interpreter, whose programs run one after the other, the same
 kernel is launched twice: first to publish, then to merge and write. Then memory is read twice.
 
@@ -41,8 +42,9 @@ from minitx.kernels.triton_rows import (
     can_shift,
     edge_columns,
     exp_below,
+    gradient,
     in_float32,
-    lane_bound,
+    load_output,
     load_visible,
     merge_leading_dims,
     row_offsets,
@@ -99,6 +101,26 @@ def _chunks_awaited(chunk, shift, visible, BLOCK_N: tl.constexpr):
     return tl.where(chunk * BLOCK_N < end, tl.cdiv(end, BLOCK_N), 0)
 
 
+@device_function
+def _sees_nothing(chunk, awaited):
+    """Whether a causal row's chunk is zeros alone. The first is not asked: it has the row's
+    edges."""
+    return (chunk > 0) & (awaited == 0)
+
+
+@device_function
+def _load_chunk(
+    pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """As load_visible. Most chunks are visible from end to end, and so need no masks, which take
+    registers."""
+    if (IS_CAUSAL or SHIFTED) and (origin <= 0) & (lanes.shape[0] <= origin + visible):
+        x = tl.load(pointers)
+    else:
+        x = load_visible(pointers, lanes, origin, visible, n_cols, other, IS_CAUSAL, SHIFTED)
+    return x
+
+
 @triton.jit
 def _wide_fwd_kernel(
     x_ptr,
@@ -131,38 +153,50 @@ def _wide_fwd_kernel(
         partials = words_ptr + row * n_chunks
 
         x_row, shift = row_pointers(x_ptr, row_offsets(row, sizes, x_strides), SHIFTED)
-        x_ptrs = x_row + (start + lanes) * x_step
-        x = load_visible(  # [BLOCK_N]
-            x_ptrs, lanes, shift - start, visible, n_cols, -float("inf"), IS_CAUSAL, SHIFTED
-        )
-        chunk_max = tl.max(in_float32(x))
-        p = exp_below(in_float32(x), chunk_max, EXACT)
-        if PUBLISH:
-            _publish(partials + chunk, chunk_max, tl.sum(p))
-
-        if WRITE:
-            row_max = -float("inf")
-            row_sum = 0.0
-            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
-            for first in range(0, awaited, MERGE):
-                m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
-                larger = tl.maximum(row_max, tl.max(m))
-                row_sum *= exp_below(row_max, larger, EXACT)
-                row_sum += tl.sum(s * exp_below(m, larger, EXACT))
-                row_max = larger
-
-            scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-            p = exp_below(in_float32(x), row_max, EXACT)
-            y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
-            store_whole_vectors(
-                y_row + (start + lanes) * y_step, lanes, shift - start, n_cols, p * scale, SHIFTED
+        awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
+        if IS_CAUSAL and _sees_nothing(chunk, awaited):
+            if WRITE:
+                y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+                y_ptrs = y_row + (start + lanes) * y_step
+                zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
+                store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
+        else:
+            x = _load_chunk(  # [BLOCK_N]
+                x_row + (start + lanes) * x_step,
+                lanes,
+                shift - start,
+                visible,
+                n_cols,
+                -float("inf"),
+                IS_CAUSAL,
+                SHIFTED,
             )
-            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
-                cols, mask = edge_columns(shift, n_cols, VECTOR)
-                seen = mask & (cols < visible)
-                edge_x = tl.load(x_row + shift + cols, mask=seen, other=-float("inf"))
-                edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
-                tl.store(y_row + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
+            chunk_max = tl.max(in_float32(x))
+            p = exp_below(in_float32(x), chunk_max, EXACT)
+            if PUBLISH:
+                _publish(partials + chunk, chunk_max, tl.sum(p))
+
+            if WRITE:
+                row_max = -float("inf")
+                row_sum = 0.0
+                for first in range(0, awaited, MERGE):
+                    m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
+                    larger = tl.maximum(row_max, tl.max(m))
+                    row_sum *= exp_below(row_max, larger, EXACT)
+                    row_sum += tl.sum(s * exp_below(m, larger, EXACT))
+                    row_max = larger
+
+                scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+                p = exp_below(in_float32(x), row_max, EXACT)
+                y_row, _ = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
+                y_ptrs = y_row + (start + lanes) * y_step
+                store_whole_vectors(y_ptrs, lanes, shift - start, n_cols, p * scale, SHIFTED)
+                if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                    cols, mask = edge_columns(shift, n_cols, VECTOR)
+                    seen = mask & (cols < visible)
+                    edge_x = tl.load(x_row + shift + cols, mask=seen, other=-float("inf"))
+                    edge_y = exp_below(edge_x.to(tl.float32), row_max, EXACT) * scale
+                    tl.store(y_row + shift + cols, edge_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -200,39 +234,40 @@ def _wide_bwd_kernel(
 
         y_row, shift = row_pointers(y_ptr, row_offsets(row, sizes, y_strides), SHIFTED)
         dy_row, _ = row_pointers(dy_ptr, row_offsets(row, sizes, dy_strides), SHIFTED)
-        y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
-        y = load_visible(y_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
-        dy = load_visible(dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED)
-        if PUBLISH:
-            # 1 or 2, never 0: whether all of y is 0 here, in a word that is never 0.
-            y32 = in_float32(y)
-            dot = tl.sum(y32 * in_float32(dy))
-            _publish(partials + chunk, dot, tl.where(tl.sum(y32) == 0.0, 1.0, 2.0))
-
-        if WRITE:
-            delta = 0.0
-            none_or_some = 1.0
-            awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
-            for first in range(0, awaited, MERGE):
-                d, some = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
-                delta += tl.sum(d)
-                none_or_some = tl.maximum(none_or_some, tl.max(some))
-
-            # A row of zeros is one of -inf alone: its gradient is 0, whatever dy is.
-            visible = tl.where(none_or_some == 1.0, 0, visible)
-            dx = in_float32(y) * (in_float32(dy) - delta)
-            dx = tl.where(lanes < lane_bound(shift - start + visible), dx, 0.0)
-            dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
-            store_whole_vectors(
-                dx_row + (start + lanes) * dx_step, lanes, shift - start, n_cols, dx, SHIFTED
+        awaited = _chunks_awaited(chunk, shift, visible, BLOCK_N)
+        if IS_CAUSAL and _sees_nothing(chunk, awaited):
+            if WRITE:
+                dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+                dx_ptrs = dx_row + (start + lanes) * dx_step
+                zeros = tl.zeros((BLOCK_N,), dtype=tl.float32)
+                store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, zeros, SHIFTED)
+        else:
+            y_ptrs, dy_ptrs = y_row + (start + lanes) * y_step, dy_row + (start + lanes) * dy_step
+            y = load_output(y_ptrs, lanes, shift - start, visible, n_cols, IS_CAUSAL, SHIFTED)
+            dy = load_visible(
+                dy_ptrs, lanes, shift - start, visible, n_cols, 0.0, IS_CAUSAL, SHIFTED
             )
-            if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
-                cols, mask = edge_columns(shift, n_cols, VECTOR)
-                seen = mask & (cols < visible)
-                edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
-                edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
-                edge_dx = tl.where(seen, edge_y * (edge_dy - delta), 0.0)
-                tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if PUBLISH:
+                dot = tl.sum(in_float32(y) * in_float32(dy))
+                _publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word but 0
+
+            if WRITE:
+                delta = 0.0
+                for first in range(0, awaited, MERGE):
+                    dots, _ones = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
+                    delta += tl.sum(dots)
+
+                dx = gradient(in_float32(y), in_float32(dy), delta)
+                dx_row, _ = row_pointers(dx_ptr, row_offsets(row, sizes, dx_strides), SHIFTED)
+                dx_ptrs = dx_row + (start + lanes) * dx_step
+                store_whole_vectors(dx_ptrs, lanes, shift - start, n_cols, dx, SHIFTED)
+                if SHIFTED and chunk == 0:  # whose program writes both of the row's edges
+                    cols, mask = edge_columns(shift, n_cols, VECTOR)
+                    seen = mask & (cols < visible)
+                    edge_y = tl.load(y_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                    edge_dy = tl.load(dy_row + shift + cols, mask=seen, other=0.0).to(tl.float32)
+                    edge_dx = gradient(edge_y, edge_dy, delta)
+                    tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 class Chunks(NamedTuple):
@@ -249,14 +284,19 @@ class Chunks(NamedTuple):
 
 
 MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
-# By bytes of an element. Measured on an H200: see benchmarks/NOTES.md.
+# By bytes of an element, and whether causal: that takes more registers. Measured on an H200: see
+# benchmarks/NOTES.md.
 FWD = {
-    2: Chunks(BLOCK_N=4096, num_warps=2, programs_per_sm=12),
-    4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=8),
+    (2, False): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=7),
+    (2, True): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=6),
+    (4, False): Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=4),
+    (4, True): Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=7),
 }
 BWD = {
-    2: Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
-    4: Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=5),
+    (2, False): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
+    (2, True): Chunks(BLOCK_N=8192, num_warps=4, programs_per_sm=4),
+    (4, False): Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=3),
+    (4, True): Chunks(BLOCK_N=4096, num_warps=4, programs_per_sm=5),
 }
 
 
@@ -318,9 +358,9 @@ def _launch(
 
 def launch_wide_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:
     """Writes softmax(x) to y; both [..., N], not empty, of any strides."""
-    _launch(_wide_fwd_kernel, (x, y), FWD[x.element_size()], is_causal)
+    _launch(_wide_fwd_kernel, (x, y), FWD[x.element_size(), is_causal], is_causal)
 
 
 def launch_wide_bwd(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, is_causal: bool) -> None:
     """Writes the gradient of softmax's input to dx; all [..., N], not empty, of any strides."""
-    _launch(_wide_bwd_kernel, (y, dy, dx), BWD[y.element_size()], is_causal)
+    _launch(_wide_bwd_kernel, (y, dy, dx), BWD[y.element_size(), is_causal], is_causal)

@@ -1,7 +1,9 @@
 """python -m minitx.bench softmax: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
+import sys
 import time
+import types
 
 import pytest
 import torch
@@ -79,6 +81,34 @@ def test_out_of_memory_and_failures_are_rows(tmp_path, monkeypatch, capsys):
     statuses = {r["kernel"]: r["status"] for r in read(tmp_path)}
     assert statuses == {"torch": "out of memory", "eager": "failed: no luck"}
     assert "memory  failed" in capsys.readouterr().out
+
+
+def test_quack_gets_rows_and_is_asked_for_nothing_it_lacks(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def quack(x):
+        seen.append(tuple(x.shape))
+        return torch.softmax(x, -1)
+
+    package = types.ModuleType("quack.softmax")
+    package.softmax = quack  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.softmax", package)
+    monkeypatch.setattr(softmax_bench, "QUACK_MAX_WIDTH", 20)
+    monkeypatch.setattr(softmax_bench, "QUACK_DEVICE", "cpu")
+    assert run(tmp_path, "--kernels", "torch,quack", "--widths=20,40", "--dtypes", "float32") == 0
+    assert set(seen) == {(20, 20)}  # [rows, N], though a tensor of the benchmark has three dims
+    statuses = {
+        (r["columns"], r["is_causal"]): r["status"]
+        for r in read(tmp_path)
+        if r["kernel"] == "quack"
+    }
+    assert statuses.pop(("20", "False")) == "ok"
+    assert set(statuses.values()) == {
+        "a cluster has no room for a row of y and one of dy",
+        "it has no causal softmax",
+    }
+    assert "rows x columns  torch  quack" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -50,6 +50,8 @@ def test_a_row_in_a_block_with_lanes_to_spare(device):
             *(x, y, (1,), (2,), (4,), 1, 1, 1, 2, 1),
             IS_CAUSAL=False,
             SHIFTED=False,
+            INDEX=tl.int32,
+            HALVED=False,
             BLOCK_M=1,
             BLOCK_N=4,
         )
@@ -101,16 +103,45 @@ def test_rows_of_many_dims_that_do_not_merge(device):
     assert_right(x.permute(5, 3, 1, 4, 2, 0, 6)[..., ::2, ::2, :])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("n", [1, 2, 3, 100, 1024, 1025, 16384, 32768])
-def test_tiles_depend_on_the_width_only_by_its_power_of_two(n):
-    block_m, block_n, num_warps = triton_softmax._choose_tile(n, True)
-    assert (block_m, block_n, num_warps) == triton_softmax._choose_tile(block_n, True)
+def test_tiles_depend_on_the_width_only_by_its_power_of_two(n, itemsize, is_causal):
+    block_m, block_n, num_warps = tile = triton_softmax._choose_tile(n, itemsize, True, is_causal)
+    assert tile == triton_softmax._choose_tile(block_n, itemsize, True, is_causal)
     assert n <= block_n < 2 * n
     assert num_warps in (2, 4, 8, 16)
-    assert block_m == max(1024 // block_n, 1)  # short rows share a program, none wastes a warp
-    assert block_m * block_n <= 64 * 32 * num_warps
+    assert block_m == max(2048 // itemsize // block_n, 1)  # short rows share a program
+    assert 8 * 32 * num_warps <= block_m * block_n <= 64 * 32 * num_warps
     # Where columns are not adjacent, as many rows as fit.
-    assert triton_softmax._choose_tile(n, False)[0] == max(16384 // block_n, 1)
+    strided = triton_softmax._choose_tile(n, itemsize, False, is_causal)
+    assert strided[0] == max(16384 // block_n, 1)
+
+
+def test_rows_that_one_program_takes():
+    def fits(n, dtype, n_read, is_causal=False):
+        return triton_softmax._fits(torch.empty(1, n, dtype=dtype), n_read, is_causal)
+
+    assert fits(32768, torch.bfloat16, 2)
+    assert not fits(32769, torch.bfloat16, 1)  # a tile of 64K lanes
+    assert fits(32768, torch.float32, 1)
+    assert not fits(16385, torch.float32, 2)
+    assert fits(16384, torch.bfloat16, 1, is_causal=True)
+    assert not fits(16385, torch.bfloat16, 1, is_causal=True)
+
+
+@pytest.mark.parametrize("n", [17, 20, 32])
+def test_masked_columns_are_written(monkeypatch, device, n):
+    # A program a row; of those that see half of the tile at most, the other half too.
+    monkeypatch.setattr(triton_softmax, "TILE", {4: 1})
+    x, dy = normal(n, n).to(device), normal(n, n, seed=1).to(device)
+    y, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+    triton_softmax._launch_fwd(x, y, True)
+    assert max_error(y, softmax_reference(x.double(), is_causal=True)) < 1e-6
+    triton_softmax._launch_bwd(y, dy, dx, True)
+    truth = y.double() * (dy - (y.double() * dy).sum(-1, keepdim=True))
+    assert max_error(dx, truth) < 1e-6
+    assert (dx.triu(1) == 0).all()
 
 
 # --- custom ops -------------------------------------------------------------------------------
@@ -207,6 +238,7 @@ def test_float64_is_refused(device):
 COMPILE = """
 import re, sys
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minitx.kernels import triton_softmax
@@ -217,7 +249,8 @@ signature = {{f"{{t}}_ptr": "*bf16" for t in tensors}} | {{"sizes": ("i32",)}}
 signature |= {{f"{{t}}_strides": ("i32",) for t in tensors}}
 signature |= {{f"{{t}}_step": "constexpr" for t in tensors}}
 signature |= dict(n_rows="i32", n_cols="i32", Sq="i32")
-signature |= dict.fromkeys(["IS_CAUSAL", "SHIFTED", "BLOCK_M", "BLOCK_N"], "constexpr")
+constexprs = ["IS_CAUSAL", "SHIFTED", "INDEX", "HALVED", "BLOCK_M", "BLOCK_N"]
+signature |= dict.fromkeys(constexprs, "constexpr")
 assert list(signature) == kernel.arg_names, kernel.arg_names
 names = list(signature)
 for is_causal, is_shifted in ((False, False), (True, False), (False, True), (True, True)):
@@ -226,7 +259,8 @@ for is_causal, is_shifted in ((False, False), (True, False), (False, True), (Tru
         aligned += [(names.index(n),) for n in [f"{{t}}_ptr" for t in tensors] + ["n_cols"]]
         aligned += [(names.index(f"{{t}}_strides"), 0) for t in tensors]
     constants = {{f"{{t}}_step": 1 for t in tensors}}
-    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, BLOCK_M=1, BLOCK_N=4096)
+    constants |= dict(IS_CAUSAL=is_causal, SHIFTED=is_shifted, INDEX=tl.int32, HALVED=False)
+    constants |= dict(BLOCK_M=1, BLOCK_N=4096)
     source = ASTSource(
         kernel, signature, constants, {{path: [["tt.divisibility", 16]] for path in aligned}}
     )

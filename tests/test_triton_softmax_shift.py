@@ -24,8 +24,8 @@ def launches(request, monkeypatch, nothing_remembered):
     if request.param == "on chip":
         monkeypatch.setattr(triton_softmax, "MIN_SHIFTED", 1)
         return triton_softmax._launch_fwd, triton_softmax._launch_bwd
-    monkeypatch.setattr(wide, "FWD", {2: CHUNKS, 4: CHUNKS})
-    monkeypatch.setattr(wide, "BWD", {2: CHUNKS, 4: CHUNKS})
+    monkeypatch.setattr(wide, "FWD", dict.fromkeys(wide.FWD, CHUNKS))
+    monkeypatch.setattr(wide, "BWD", dict.fromkeys(wide.BWD, CHUNKS))
     return wide.launch_wide_fwd, wide.launch_wide_bwd
 
 
@@ -67,7 +67,7 @@ def test_nothing_beside_the_rows_is_written_or_matters(
         (launches[1], (y, dy), dx_true),
     ):
         views = [within(t, pitch, offset, float("nan"))[1] for t in inputs]
-        buffer, result = within(torch.zeros_like(x), pitch, offset, SENTINEL)
+        buffer, result = within(torch.full_like(x, SENTINEL), pitch, offset, SENTINEL)
         strides = triton_rows.merge_leading_dims(*views, result)[1]
         assert triton_rows.can_shift((*views, result), strides)
         launch(*views, result, is_causal)

@@ -3,6 +3,11 @@
 What they share with other rows is in test_softmax_contract.py.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from softmax_oracle import check, forward_backward, normal, oracle
@@ -23,9 +28,9 @@ SMALL = wide.Chunks(BLOCK_N=16, num_warps=1, programs_per_sm=16)
 @pytest.fixture
 def split_small(monkeypatch):
     """Splits every row, into chunks of 16."""
-    monkeypatch.setattr(triton_softmax, "_max_columns", lambda dtype: 0)
-    monkeypatch.setattr(wide, "FWD", {2: SMALL, 4: SMALL})
-    monkeypatch.setattr(wide, "BWD", {2: SMALL, 4: SMALL})
+    monkeypatch.setattr(triton_softmax, "_fits", lambda *_: False)
+    monkeypatch.setattr(wide, "FWD", dict.fromkeys(wide.FWD, SMALL))
+    monkeypatch.setattr(wide, "BWD", dict.fromkeys(wide.BWD, SMALL))
 
 
 @pytest.fixture(params=["one launch", "few groups", "two launches"])
@@ -90,7 +95,8 @@ def test_a_program_holds_every_chunk_in_turn(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_routes_agree_where_they_meet(device, dtype):
-    n = triton_softmax._max_columns(dtype)
+    n = triton_softmax.MAX_BYTES // 2 // dtype.itemsize  # of the backward, which reads two rows
+    assert triton_softmax._fits(torch.empty(1, n, dtype=dtype), 2, False)
     check("triton", normal(1, n).to(device, dtype))
     check("triton", normal(1, n + 1).to(device, dtype))
 
@@ -110,6 +116,30 @@ def test_an_sm_has_room_for_the_programs_it_is_to_hold():
         assert chunks.max_registers % 8 == 0  # else the hardware rounds up
         assert threads * chunks.max_registers <= 65536
         assert 40 <= chunks.max_registers <= 255
+
+
+def test_what_the_compiler_makes_of_it(tmp_path):
+    # The interpreter takes code that the compiler refuses. In a process of its own, since this one
+    # may have the interpreter in the compiler's place.
+    script = Path(__file__).with_name("compile_triton_softmax.py")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script), "bfloat16", "131072", "100003"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line.split()[:5] for line in done.stdout.splitlines()]
+    # 16 bytes at a time, of rows that start anywhere too: were a mask to end inside a vector, none.
+    for _, kernel, is_causal, loads, stores in found:
+        n_read, table = (1, wide.FWD) if "fwd" in kernel else (2, wide.BWD)
+        chunks = table[2, is_causal == "True"]
+        vectors = chunks.BLOCK_N // (chunks.num_warps * 32) // 8
+        assert int(loads) >= n_read * vectors
+        assert int(stores) >= vectors
+    assert len(found) == 2 * 2 * 2
 
 
 # --- on a GPU, where programs wait for one another --------------------------------------------
@@ -145,7 +175,11 @@ def test_wide_rows(one_launch, shape, dtype):
 @pytest.mark.gpu
 def test_rows_of_more_chunks_than_the_gpu_holds():
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    x = torch.randn(2, n_sms * wide.FWD[4].programs_per_sm * wide.FWD[4].BLOCK_N + 1, device="cuda")
+    x = torch.randn(
+        2,
+        n_sms * wide.FWD[4, False].programs_per_sm * wide.FWD[4, False].BLOCK_N + 1,
+        device="cuda",
+    )
     y, dx = forward_backward("triton", x * 3, torch.ones_like(x))
     y_true, _ = oracle(x[1] * 3, torch.ones_like(x[1]))
     assert max_error(y[1] / y_true.max(), y_true / y_true.max()) < 1e-5
