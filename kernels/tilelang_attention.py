@@ -41,6 +41,7 @@ from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hop
 from minitx.kernels.tilelang_attention_tiles import (
     choose_tiles,
     has_tma,
+    multiprocessors,
     padded_head_dim,
     takes_hopper_kernels,
 )
@@ -120,17 +121,15 @@ def _fwd(
     out_rows = _as_rows(out, keep=False)
     tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
     key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
-    on_hopper = takes_hopper_kernels(q.dtype, q.device)
-    build = build_attention_fwd_hopper if on_hopper else build_attention_fwd
-    get_kernel(build, q.device, **key)(
-        _as_rows(q),
-        _without_repeats(k),
-        _without_repeats(v),
-        out_rows,
-        lse,
-        q.shape[1] // k.shape[1],
-        exponent_scale(scale, key["dtype"]),
-    )
+    tensors = (_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
+    factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]))
+    if takes_hopper_kernels(q.dtype, q.device):
+        # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
+        taken = lse.new_zeros(1, dtype=torch.int32)
+        kernel = get_kernel(build_attention_fwd_hopper, q.device, **key)
+        kernel(*tensors, taken, *factors, multiprocessors(q.device))
+    else:
+        get_kernel(build_attention_fwd, q.device, **key)(*tensors, *factors)
     if out_rows.data_ptr() != out.data_ptr():
         out.copy_(out_rows)
     return out, lse

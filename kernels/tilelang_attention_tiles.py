@@ -28,8 +28,8 @@ CPU_TILES: Table = {
 # the compiler does not use wgmma from registers; one more warpgroup copies.
 HOPPER_TILES: Table = {
     "fwd": {
-        32: Tiles(192, 128, 2, 384),
-        64: Tiles(192, 128, 2, 384),
+        32: Tiles(192, 128, 4, 384),
+        64: Tiles(192, 128, 4, 384),
         96: Tiles(128, 128, 2, 256),
         128: Tiles(128, 128, 2, 256),
         192: Tiles(128, 96, 2, 256),
@@ -113,6 +113,12 @@ def _table(dtype: torch.dtype, device: torch.device) -> Table:
     if dtype == torch.float32:
         return FLOAT32_TILES
     return HOPPER_TILES if takes_hopper_kernels(dtype, device) else GPU_TILES
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks that take a whole multiprocessor run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

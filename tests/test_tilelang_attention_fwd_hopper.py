@@ -1,8 +1,8 @@
 """What only the TileLang forward for Hopper can get wrong: buffers that come round, warpgroups that
-run at their own pace, the order of blocks, a scale that is taken into the exponent.
+run at their own pace, the order in which blocks take tiles, a scale taken into the exponent.
 
-Tiles are 128 or 192 queries by 64 to 128 keys, in two buffers: from the third tile of keys on a
-buffer is filled again.
+Tiles are 128 or 192 queries by 64 to 128 keys, in two or four buffers: from the third or fifth tile
+of keys on a buffer is filled again, by the same tile of queries or the next that the block takes.
 """
 
 import math
@@ -83,7 +83,11 @@ def test_it_is_what_it_is_meant_to_be():
     ).source
     assert source.count("tl::wgmma_ss<") == 2  # q k^T, before the loop and in it
     assert source.count("tl::wgmma_rs<") == 2  # p v, p from registers, in the loop and after it
-    assert "tl::tma_store(" in source
+    assert source.count("tl::tma_store(") == 1
+    assert source.count("AtomicAddRet(") == 1
+    # Barriers of one warpgroup, but for the one at the start: none waits for another's output.
+    assert source.count("__syncthreads") == 1
+    assert source.count("__sync_thread_partial") == source.count(" + 1), 128)") == 1
     assert "warpgroup_reg_alloc<160>" in source
     assert "warpgroup_reg_dealloc<32>" in source
     # Scores are awaited while the other product runs, and that one after the exponentials.
@@ -124,14 +128,33 @@ def test_out_and_lse(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
     [
-        (3, 16, 4, 1100, 1100, 128),  # 432 blocks, three to a multiprocessor
+        (3, 16, 4, 1100, 1100, 128),  # 432 tiles, three to a multiprocessor
         (2, 32, 32, 1000, 1000, 64),  # 384
         (1, 20, 5, 2000, 17000, 128),  # 320: keys of 3 heads fit in cache, those of 2 are left
+        (40, 16, 16, 100, 100, 64),  # 640 of one tile of keys: no round of the loop in any
+        (20, 16, 4, 130, 60, 256),  # 640, some without a key; one buffer for queries
     ],
 )
-def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D):
+def test_more_tiles_than_multiprocessors(B, Hq, Hkv, Sq, Skv, D):
     q, k, v = make_qkv(B, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=BF16)
     check_forward(q, k, v, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+def test_calls_at_once_do_not_take_tiles_of_one_another():
+    inputs = [make_qkv(4, 16, 16, S, S, 64, device="cuda", dtype=BF16) for S in (1000, 700, 1300)]
+    alone = [attention(*qkv, is_causal=True, kernel="tilelang") for qkv in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        together = []
+        for stream, qkv in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(attention(*qkv, is_causal=True, kernel="tilelang"))
+        torch.cuda.synchronize()
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one, other)
 
 
 @on_hopper
