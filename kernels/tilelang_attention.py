@@ -9,8 +9,9 @@ makes the scores once for all three gradients (`tilelang_attention_bwd_hopper.py
 asked for some of them alone takes the kernels for all GPUs: each way gives the same bits every
 time, but not those of the other.
 
-A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
-strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
+A kernel is compiled for each dtype, `is_causal` and width of head, never for a length, but that
+Hopper's forward has two for heads of 64, for few keys and for many: sizes and strides are run-time
+arguments. Heads are padded on chip to the next width that there are tiles for
 (`tilelang_attention_tiles.py`).
 
 On a GPU tiles are fetched in whole rows, by TMA where there is one: rows must be contiguous and
@@ -39,6 +40,7 @@ from minitx.kernels.tilelang_attention_bwd_hopper import (
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
 from minitx.kernels.tilelang_attention_tiles import (
+    choose_hopper_fwd_tiles,
     choose_tiles,
     has_tma,
     multiprocessors,
@@ -63,7 +65,8 @@ def tilelang_attention(
     """out [B, Hq, Sq, D] in q's dtype and layout, and lse [B, Hq, Sq] in float32, natural log.
 
     Shapes as in `attention`; both results are differentiable, once. The first call of a dtype and
-    head dim compiles for some seconds; another length never does.
+    head dim compiles for some seconds; another length does not, but for the one more kernel that
+    Hopper has for 2048 keys and more of heads of 64.
     """
     return _attention(q, k, v, is_causal, scale)
 
@@ -119,16 +122,17 @@ def _fwd(
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     out_rows = _as_rows(out, keep=False)
-    tiles = choose_tiles("fwd", q.shape[3], q.dtype, q.device)
-    key = {**_key(q), "IS_CAUSAL": is_causal, **tiles._asdict()}
+    key = {**_key(q), "IS_CAUSAL": is_causal}
     tensors = (_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
     factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]))
     if takes_hopper_kernels(q.dtype, q.device):
+        key |= choose_hopper_fwd_tiles(q.shape[3], k.shape[2])._asdict()
         # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
         taken = lse.new_zeros(1, dtype=torch.int32)
         kernel = get_kernel(build_attention_fwd_hopper, q.device, **key)
         kernel(*tensors, taken, *factors, multiprocessors(q.device))
     else:
+        key |= choose_tiles("fwd", q.shape[3], q.dtype, q.device)._asdict()
         get_kernel(build_attention_fwd, q.device, **key)(*tensors, *factors)
     if out_rows.data_ptr() != out.data_ptr():
         out.copy_(out_rows)
