@@ -11,7 +11,9 @@ time, but not those of the other.
 
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
 strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
-(`tilelang_attention_tiles.py`).
+(`tilelang_attention_tiles.py`). On a GPU the first call starts all compiles at once: of the
+backward, if it will be needed, and of the two forwards that Hopper has for heads of 64, for few
+keys and for many.
 
 On a GPU tiles are fetched in whole rows, by TMA where there is one: rows must be contiguous and
 start at multiples of 16 bytes. That is so of contiguous tensors, of [B, S, H, D] transposed, of
@@ -40,8 +42,11 @@ from minitx.kernels.tilelang_attention_bwd_hopper import (
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
 from minitx.kernels.tilelang_attention_tiles import (
+    MANY_KEYS,
+    choose_hopper_fwd_tiles,
     choose_tiles,
     has_tma,
+    multiprocessors,
     padded_head_dim,
     takes_hopper_kernels,
 )
@@ -112,13 +117,31 @@ def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _fwd_request(
-    D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+    D: int, dtype: torch.dtype, device: torch.device, is_causal: bool, has_many_keys: bool
 ) -> tuple[Any, dict[str, Any]]:
     """The forward's builder and key."""
+    key = {**_key(D, dtype, device), "IS_CAUSAL": is_causal}
+    if takes_hopper_kernels(dtype, device):
+        tiles = choose_hopper_fwd_tiles(D, has_many_keys)
+        return build_attention_fwd_hopper, {**key, **tiles._asdict()}
     tiles = choose_tiles("fwd", D, dtype, device)
-    on_hopper = takes_hopper_kernels(dtype, device)
-    build = build_attention_fwd_hopper if on_hopper else build_attention_fwd
-    return build, {**_key(D, dtype, device), "IS_CAUSAL": is_causal, **tiles._asdict()}
+    return build_attention_fwd, {**key, **tiles._asdict()}
+
+
+def _soon_requests(
+    D: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    needs: tuple[bool, bool, bool],
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Builders and keys of what will be asked for after a first forward, at another length or in
+    its backward."""
+    if device.type == "cpu":  # where a compile keeps a core busy that the first one needs
+        return []
+    forwards = [_fwd_request(D, dtype, device, is_causal, many) for many in (False, True)]
+    backwards = _bwd_requests(D, dtype, device, is_causal, False, needs) if any(needs) else []
+    return forwards + backwards
 
 
 @functools.cache
@@ -166,16 +189,21 @@ def _fwd(
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     out_rows = _as_rows(out, keep=False)
-    build, key = _fwd_request(q.shape[3], q.dtype, q.device, is_causal)
-    get_kernel(build, q.device, **key)(
-        _as_rows(q),
-        _without_repeats(k),
-        _without_repeats(v),
-        out_rows,
-        lse,
-        q.shape[1] // k.shape[1],
-        exponent_scale(scale, key["dtype"]),
-    )
+    wanted = tuple(t.requires_grad for t in (q, k, v))
+    build, key = _fwd_request(q.shape[3], q.dtype, q.device, is_causal, k.shape[2] >= MANY_KEYS)
+    tensors = (_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
+    factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]))
+
+    def soon():
+        return _soon_requests(q.shape[3], q.dtype, q.device, is_causal, wanted)
+
+    kernel = get_kernel(build, q.device, soon=soon, **key)
+    if build is build_attention_fwd_hopper:
+        # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
+        taken = lse.new_zeros(1, dtype=torch.int32)
+        kernel(*tensors, taken, *factors, multiprocessors(q.device))
+    else:
+        kernel(*tensors, *factors)
     if out_rows is not out and out_rows.data_ptr() != out.data_ptr():
         out.copy_(out_rows)
     return out, lse

@@ -6,12 +6,17 @@ query, the maximum is of the scores as they come from the product, and with c = 
     p = 2^(c s - c m),  acc' = acc * 2^(c m - c m') + p v,  sum' = sum * 2^(c m - c m') + sum_j p
     out = acc / sum,  lse = (c m + log2(sum)) / log2(e)
 
-for scores s that were multiplied by the sign of qk_scale before. c s - c m is one multiply-add.
+for scores s of queries that were multiplied by the sign of qk_scale before. c s - c m is one
+multiply-add.
 
-Who does what. A block owns BLOCK_M queries of one head. Its last 128 threads, the producer, copy
-the queries once by TMA, then tiles of BLOCK_N keys and values into `num_stages` buffers of each.
-The others, the consumers, own 64 queries for every 128 threads (a warpgroup), and get the
-registers that the producer gives up. Until the output no two consumers wait for one another.
+Who does what. A block stays on its multiprocessor and takes one tile of BLOCK_M queries after the
+other, those with most keys first: one by its number, then as a counter in memory says. Its last 128
+threads are the producer. One warp of them takes the tiles and tells the consumers which; it copies
+the queries of each by TMA, then tiles of BLOCK_N keys and values, from the last to the first, into
+`num_stages` buffers of each, ahead of the consumers as far as there are buffers, into the next tile
+of queries too. The consumers own 64 queries for every 128 threads (a warpgroup), and get the
+registers that the producer gives up. No two warpgroups wait for one another: each stores its part
+of the output, from where its queries were.
 
 When. A consumer issues the product of its queries with the next keys, then that of its last
 probabilities with their values, and exponentiates the former while the latter runs (Shah et al.
@@ -22,10 +27,15 @@ probabilities with their values, and exponentiates the former while the latter r
                  await acc;  acc *= rescale
     acc += p_last v_last
 
+acc is awaited when a part of p_n is there: the rest of the exponentials hides its rescaling and the
+rounding of p_n. Only tiles on the diagonal, or with the end of the keys, are masked; being the
+first, they have a loop of their own.
+
 What the waits are for. Each buffer has a barrier `full`, on which consumers wait for the bytes of
-a copy, and one `free`, on which the producer waits until each consumer's product has read the
-buffer. Both flip once every num_stages tiles; a wait names the phase that has to be over. On
-`free` the producer's first round waits for the phase before the first, which counts as over.
+a copy, and one `free`, on which the producer waits until each consumer has read the buffer; the one
+for queries, until the output that took their place is stored. Both flip once every time that the
+buffers come round; a wait names the phase that has to be over. On `free` the producer's first round
+waits for the phase before the first, which counts as over.
 """
 
 from typing import Any
@@ -37,15 +47,18 @@ from minitx.kernels.tilelang_runtime import Language
 # pyright: reportInvalidTypeForm=false
 
 WARPGROUP = 128  # threads; each takes 64 rows of a product
-# Registers of a thread by warpgroups of consumers: with 128 threads of the producer they fit in the
-# 65536 of a multiprocessor, in units of 8.
-CONSUMER_REGISTERS = {2: 240, 3: 160}
-PRODUCER_REGISTERS = {2: 24, 3: 32}
+# Registers of a thread by warpgroups of consumers: with 128 threads of the producer they fit in
+# what the block starts with, 65536 by its threads, in units of 8.
+CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}
+PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 24}
+# Named barriers: one of all consumers, then one of each of their warpgroups. 0 is __syncthreads.
+CONSUMERS, FIRST_WARPGROUP = 1, 2
 # Scaled scores of this size that differ at all differ by 2^4 and more: all but the largest have
 # exponentials near 0, and keep them if the scale is up to twice what it should be.
 HUGE = 2.0**28
 SMALLEST = 2.0**-126  # normal float32: a masked score of -inf must stay so when it is scaled by 0
-SUM_PARTS = 8  # of a row's sum. Of every 8 columns of wgmma's results a thread has two neighbours
+PART = 8  # columns. Of every 8 of wgmma's results in a row a thread has two neighbours
+EARLY_PARTS = 4  # that are exponentiated before the other product is awaited
 L2_BYTES = 2**25  # of keys and values that blocks at work at once should share
 
 
@@ -61,7 +74,11 @@ def build_attention_fwd_hopper(
     threads: int,
 ) -> Any:
     """Arguments and results as in `build_attention_fwd`, for 16-bit inputs whose rows TMA can
-    fetch. `threads` are those of the consumers, 128 for every 64 queries."""
+    fetch. `threads` are those of the consumers, 128 for every 64 queries.
+
+    The kernel takes two more arguments: `taken`, an int32 0 that no other call uses meanwhile, to
+    count the tiles that blocks took; and how many multiprocessors there are.
+    """
     import tilelang.language as T
 
     assert threads == BLOCK_M // 64 * WARPGROUP
@@ -73,41 +90,92 @@ def build_attention_fwd_hopper(
     minus_inf = -T.infinity("float32")
     rows = T.GemmWarpPolicy.FullRow
     score_registers, acc_registers = BLOCK_N // 2, HEAD_DIM // 2
+    parts = BLOCK_N // PART
+    q_stages = 2 if HEAD_DIM <= 128 else 1  # as many as there is room for
+    panel = 64 if HEAD_DIM % 64 == 0 else 32  # columns that lie side by side in shared memory
 
-    def locate(block, num_m, all_heads, group):
-        """(first query, head, batch) of a block: heads whose keys fit in cache together are
+    def locate(tile, num_m, all_heads, group):
+        """(first query, head, batch) of a tile: heads whose keys fit in cache together are
         neighbours, and of their tiles those with most keys go first."""
         fit = T.max(T.truncdiv(L2_BYTES // (4 * HEAD_DIM), Skv), 1)
         width = T.min(fit, T.truncdiv(all_heads, group)) * group
-        first = T.truncdiv(block, width * num_m) * width
+        first = T.truncdiv(tile, width * num_m) * width
         together = T.min(width, all_heads - first)
-        rest = T.truncmod(block, width * num_m)
+        rest = T.truncmod(tile, width * num_m)
         row = first + T.truncmod(rest, together)
         m_start = (num_m - 1 - T.truncdiv(rest, together)) * BLOCK_M
         return m_start, T.truncmod(row, Hq), T.truncdiv(row, Hq)
+
+    def per_query():
+        return T.alloc_fragment((BLOCK_M,), "float32")
+
+    def end_of_keys(query):
+        """Where the keys end that a query may read; at 0 or before, if it may read none."""
+        return T.min(query + Skv - Sq + 1, Skv) if IS_CAUSAL else Skv
+
+    def count_key_tiles(m_start):
+        # Queries without keys read one tile, masked.
+        return T.max(T.ceildiv(end_of_keys(m_start + BLOCK_M - 1), BLOCK_N), 1)
+
+    def ring(count):
+        """(buffer, phase) of the tile that passes through the buffers after `count` others."""
+        return count % num_stages, count // num_stages % 2
 
     def round_up_to_power_of_two(x):
         bits: Any = T.reinterpret(x, "int32")
         return T.reinterpret((bits + 0x7FFFFF) & -0x800000, "float32")
 
     @T.macro
-    def release(free, stage):
-        if T.shuffle_elect(32):  # one arrival for each warp
+    def arrive(barriers, index):
+        if T.shuffle_elect(32):  # once for each warp
+            T.barrier_arrive(barriers[index])
+
+    @T.macro
+    def load(x, tile, full, free, count, batch, head, start):
+        stage, phase = ring(count)
+        T.barrier_wait(free[stage], 1 - phase)
+        T.tma_copy(
+            x[batch, head, start : start + BLOCK_N, 0:HEAD_DIM],
+            tile[stage, :, :],
+            barrier=full[stage],
+            leader_scope_threads=32,
+        )
+        arrive(full, stage)
+
+    @T.macro
+    def free_queries(free, stage):
+        """When the output of the warpgroup has been read from there."""
+        if T.shuffle_elect(WARPGROUP):  # the thread that stores, too
+            T.tma_store_wait(0)
             T.barrier_arrive(free[stage])
 
     @T.macro
-    def mask(scores, m_start, n_start, diagonal, first_end, qk_scale):
-        if qk_scale <= 0.0:  # at 0 an infinite score becomes NaN, as it should
-            for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                scores[i, j] *= T.if_then_else(qk_scale < 0.0, -1.0, 0.0)
-        if n_start + BLOCK_N > first_end:
-            for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                end = T.min(m_start + i + diagonal, Skv) if IS_CAUSAL else Skv
-                scores[i, j] = T.if_then_else(n_start + j < end, scores[i, j], minus_inf)
+    def multiply_sign(q_tile, stage, qk_scale):
+        if qk_scale <= 0.0:  # at 0 what is infinite becomes NaN, as it should
+            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                q_tile[stage, i, d] *= T.if_then_else(qk_scale < 0.0, -1.0, 0.0)
+            T.fence_proxy_async()
+            T.sync_threads(CONSUMERS, threads)
 
     @T.macro
-    def exponentiate(scores, row_max, row_top, row_sum, top, shift, factor, rescale, size, power):
-        """scores to probabilities relative to the new maximum; row statistics to match."""
+    def multiply_keys(q_tile, q_stage, k_tile, stage, scores):
+        T.wgmma_gemm(
+            q_tile[q_stage, :, :],
+            k_tile[stage, :, :],
+            scores,
+            transpose_B=True,
+            policy=rows,
+            clear_accum=True,
+        )
+
+    @T.macro
+    def mask(scores, m_start, n_start):
+        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+            is_read = n_start + j < end_of_keys(m_start + i)
+            scores[i, j] = T.if_then_else(is_read, scores[i, j], minus_inf)
+
+    @T.macro
+    def update_maximum(scores, row_max, row_top, row_sum, top, shift, factor, rescale, size, power):
         T.reduce_max(scores, top, dim=1)
         for i in T.Parallel(BLOCK_M):
             row_max[i] = T.max(row_max[i], top[i])
@@ -119,14 +187,53 @@ def build_attention_fwd_hopper(
             shift[i] = T.if_then_else(top[i] == minus_inf, 0.0, top[i])
             rescale[i] = T.exp2(row_top[i] - shift[i])
             row_top[i] = top[i]
-        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-            scores[i, j] = T.exp2(scores[i, j] * factor[i] - shift[i])
-        # Added up over a thread's own columns; over the threads of a row once, at the end.
-        for i, c in T.Parallel(BLOCK_M, SUM_PARTS):
+        for i, c in T.Parallel(BLOCK_M, PART):
             row_sum[i, c] *= rescale[i]
-        for g in T.unroll(BLOCK_N // SUM_PARTS):
-            for i, c in T.Parallel(BLOCK_M, SUM_PARTS):
-                row_sum[i, c] += scores[i, g * SUM_PARTS + c]
+
+    @T.macro
+    def exponentiate(scores, row_sum, factor, shift, first, end):
+        """Some parts of the scores to probabilities relative to the maximum."""
+        for g in T.unroll(end - first):
+            for i, c in T.Parallel(BLOCK_M, PART):
+                scores[i, (first + g) * PART + c] = T.exp2(
+                    scores[i, (first + g) * PART + c] * factor[i] - shift[i]
+                )
+        # Added up over a thread's own columns; over the threads of a row once, at the end.
+        for g in T.unroll(end - first):
+            for i, c in T.Parallel(BLOCK_M, PART):
+                row_sum[i, c] += scores[i, (first + g) * PART + c]
+
+    @T.macro
+    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, tiles, barriers, stats):
+        """Adds what comes from tile n of the keys' tiles, counted from the last, and multiplies the
+        probabilities of the one before by their values. It leaves its own to the next."""
+        q_tile, k_tile, v_tile, scores, p, acc = tiles
+        k_full, k_free, v_full, v_free = barriers
+        row_sum, shift, factor, rescale = stats[2], stats[4], stats[5], stats[6]
+        stage, phase = ring(done + n)
+        last = ring(done + n - 1)[0]
+        T.barrier_wait(k_full[stage], phase)
+        multiply_keys(q_tile, q_stage, k_tile, stage, scores)
+        T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
+        T.wait_wgmma(1)  # all but the last product issued
+        T.warpgroup_fence_operand(scores, num_regs=score_registers)
+        arrive(k_free, stage)
+        if IS_MASKED:
+            mask(scores, m_start, (num_n - 1 - n) * BLOCK_N)
+        update_maximum(scores, *stats)
+        exponentiate(scores, row_sum, factor, shift, 0, EARLY_PARTS)
+        # ptxas moves a wait for products up as far as its basic block goes: to before the
+        # exponentials, which then overlap nothing. The loop that waits for the values, needed only
+        # in the next round, ends that block here.
+        T.warpgroup_fence_operand(scores, num_regs=score_registers)
+        T.barrier_wait(v_full[stage], phase)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(acc, num_regs=acc_registers)
+        arrive(v_free, last)
+        exponentiate(scores, row_sum, factor, shift, EARLY_PARTS, parts)
+        T.copy(scores, p)
+        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+            acc[i, d] *= rescale[i]
 
     @T.prim_func
     def attention_fwd_hopper(
@@ -135,147 +242,176 @@ def build_attention_fwd_hopper(
         v: tensor("v", Bv, Hv, Skv),
         out: tensor("out", B, Hq, Sq),
         lse: row_tensor("lse", B, Hq, Sq),
+        taken: T.Tensor((1,), "int32"),
         group: T.int32,
         qk_scale: T.float32,
+        multiprocessors: T.int32,
     ):
-        T.annotate_pass_configs({"tl.disable_warp_specialized": True, "tl.enable_fast_math": True})
-        with T.Kernel(B * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads + WARPGROUP) as block:
-            q_tile = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
+        T.annotate_pass_configs(
+            {
+                "tl.disable_warp_specialized": True,
+                "tl.enable_fast_math": True,
+                # All barriers are written out here. Those that TileLang adds are of all consumers.
+                "tl.disable_thread_storage_sync": True,
+            }
+        )
+        num_m = T.ceildiv(Sq, BLOCK_M)
+        tiles = B * Hq * num_m
+        blocks = T.min(tiles, multiprocessors)
+        with T.Kernel(blocks, threads=threads + WARPGROUP) as block:
+            q_tile = T.alloc_shared((q_stages, BLOCK_M, HEAD_DIM), dtype)
             k_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
+            work = T.alloc_shared((2, 4), "int32")  # first query, or -1 at the end; head; batch
             scores = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
             p = T.alloc_fragment((BLOCK_M, BLOCK_N), dtype)
             acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
-            row_max = T.alloc_fragment((BLOCK_M,), "float32")
-            row_top = T.alloc_fragment((BLOCK_M,), "float32")  # the same, scaled
-            row_sum = T.alloc_fragment((BLOCK_M, SUM_PARTS), "float32")
-            total = T.alloc_fragment((BLOCK_M,), "float32")
-            top = T.alloc_fragment((BLOCK_M,), "float32")
-            shift = T.alloc_fragment((BLOCK_M,), "float32")
-            factor = T.alloc_fragment((BLOCK_M,), "float32")
-            rescale = T.alloc_fragment((BLOCK_M,), "float32")
-            q_full = T.alloc_barrier(WARPGROUP)
-            k_full = T.alloc_barrier([WARPGROUP] * num_stages)
-            v_full = T.alloc_barrier([WARPGROUP] * num_stages)
+            row_max = per_query()
+            row_top = per_query()  # the same, scaled
+            row_sum = T.alloc_fragment((BLOCK_M, PART), "float32")
+            total, rescale = per_query(), per_query()
+            top, shift, factor = per_query(), per_query(), per_query()
+            work_full, work_free = T.alloc_barrier([1] * 2), T.alloc_barrier([warps] * 2)
+            q_full, q_free = T.alloc_barrier([1] * q_stages), T.alloc_barrier([groups] * q_stages)
+            k_full = T.alloc_barrier([1] * num_stages)
             k_free = T.alloc_barrier([warps] * num_stages)
+            v_full = T.alloc_barrier([1] * num_stages)
             v_free = T.alloc_barrier([warps] * num_stages)
 
             thread = T.get_thread_binding()
-            num_m = T.ceildiv(Sq, BLOCK_M)
-            # Variables, so that these are divided once and not wherever they are used.
+            # Variables, so that these are computed once and not wherever they are used.
             m_start = T.alloc_var("int32")
             head = T.alloc_var("int32")
             batch = T.alloc_var("int32")
             num_n = T.alloc_var("int32")
-            place = locate(block, num_m, B * Hq, group)
-            m_start = place[0]
-            head = place[1]
-            batch = place[2]
-            # Keys that the tile's last query, and its first, may read.
-            diagonal = Skv - Sq + 1
-            last_end = T.min(m_start + BLOCK_M - 1 + diagonal, Skv) if IS_CAUSAL else Skv
-            first_end = T.min(m_start + diagonal, Skv) if IS_CAUSAL else Skv
-            num_n = T.max(T.ceildiv(last_end, BLOCK_N), 1)  # queries without keys read one, masked
+            tile = T.alloc_var("int32")
+            trip = T.alloc_var("int32")  # tiles of queries before this one
+            done = T.alloc_var("int32")  # tiles of keys, all told
+            tile = block
+            trip = 0
+            done = 0
 
             if thread >= threads:
                 T.set_max_nreg(PRODUCER_REGISTERS[groups], 0)
-                kv_head = T.truncdiv(head, group)
-                k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
-                v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
-                T.tma_copy(
-                    q[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM], q_tile, barrier=q_full
-                )
-                T.barrier_arrive(q_full)
-                for n in T.serial(num_n):
-                    stage = n % num_stages
-                    phase = n // num_stages % 2
-                    n_start = n * BLOCK_N
-                    T.barrier_wait(k_free[stage], 1 - phase)
-                    T.tma_copy(
-                        k[k_batch, k_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM],
-                        k_tile[stage, :, :],
-                        barrier=k_full[stage],
-                    )
-                    T.barrier_arrive(k_full[stage])
-                    T.barrier_wait(v_free[stage], 1 - phase)
-                    T.tma_copy(
-                        v[v_batch, v_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM],
-                        v_tile[stage, :, :],
-                        barrier=v_full[stage],
-                    )
-                    T.barrier_arrive(v_full[stage])
+                if thread < threads + 32:
+                    while tile < tiles:
+                        place = locate(tile, num_m, B * Hq, group)
+                        m_start = place[0]
+                        head = place[1]
+                        batch = place[2]
+                        num_n = count_key_tiles(m_start)
+                        T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
+                        if T.shuffle_elect(32):
+                            work[trip % 2, 0] = m_start
+                            work[trip % 2, 1] = head
+                            work[trip % 2, 2] = batch
+                            T.barrier_arrive(work_full[trip % 2])
+                        T.barrier_wait(q_free[trip % q_stages], 1 - trip // q_stages % 2)
+                        T.tma_copy(
+                            q[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
+                            q_tile[trip % q_stages, :, :],
+                            barrier=q_full[trip % q_stages],
+                            leader_scope_threads=32,
+                        )
+                        arrive(q_full, trip % q_stages)
+                        kv_head = T.truncdiv(head, group)
+                        k_place = (T.min(batch, Bk - 1), T.min(kv_head, Hk - 1))
+                        v_place = (T.min(batch, Bv - 1), T.min(kv_head, Hv - 1))
+                        start = (num_n - 1) * BLOCK_N
+                        load(k, k_tile, k_full, k_free, done, *k_place, start)
+                        if T.shuffle_elect(32):
+                            tile = blocks + T.atomic_add(taken[0], 1, return_prev=True)
+                        tile = T.shfl_sync(tile, 0)
+                        for n in T.serial(num_n):
+                            v_start = (num_n - 1 - n) * BLOCK_N
+                            if n + 1 < num_n:  # keys are needed before the values of the last ones
+                                k_start = v_start - BLOCK_N
+                                load(k, k_tile, k_full, k_free, done + n + 1, *k_place, k_start)
+                            load(v, v_tile, v_full, v_free, done + n, *v_place, v_start)
+                        done += num_n
+                        trip += 1
+                    T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
+                    if T.shuffle_elect(32):
+                        work[trip % 2, 0] = -1
+                        T.barrier_arrive(work_full[trip % 2])
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)
+                warpgroup = T.truncdiv(thread, WARPGROUP)
                 size = T.max(T.abs(qk_scale), SMALLEST)
                 power = round_up_to_power_of_two(size)
-                T.fill(acc, 0)
-                T.fill(row_sum, 0)
-                T.fill(row_max, minus_inf)
-                T.fill(row_top, minus_inf)
-                T.barrier_wait(q_full, 0)
-                T.barrier_wait(k_full[0], 0)
-                T.wgmma_gemm(
-                    q_tile,
-                    k_tile[0, :, :],
-                    scores,
-                    transpose_B=True,
-                    policy=rows,
-                    clear_accum=True,
-                )
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(scores, num_regs=score_registers)
-                release(k_free, 0)
-                mask(scores, m_start, 0, diagonal, first_end, qk_scale)
-                exponentiate(
-                    scores, row_max, row_top, row_sum, top, shift, factor, rescale, size, power
-                )
-                T.copy(scores, p)
-                T.barrier_wait(v_full[0], 0)
-                for n in T.serial(1, num_n):
-                    stage = n % num_stages
-                    phase = n // num_stages % 2
-                    last = (n - 1) % num_stages
+                stats = (row_max, row_top, row_sum, top, shift, factor, rescale, size, power)
+                T.barrier_wait(work_full[0], 0)
+                m_start = work[0, 0]
+                while m_start >= 0:
+                    head = work[trip % 2, 1]
+                    batch = work[trip % 2, 2]
+                    T.sync_warp()
+                    arrive(work_free, trip % 2)
+                    num_n = count_key_tiles(m_start)
+                    num_unmasked = T.truncdiv(T.max(end_of_keys(m_start), 0), BLOCK_N)
+                    q_stage = trip % q_stages
+                    T.fill(acc, 0)
+                    T.fill(row_sum, 0)
+                    T.fill(row_max, minus_inf)
+                    T.fill(row_top, minus_inf)
+                    T.barrier_wait(q_full[q_stage], trip // q_stages % 2)
+                    multiply_sign(q_tile, q_stage, qk_scale)
+                    stage, phase = ring(done)
                     T.barrier_wait(k_full[stage], phase)
-                    T.wgmma_gemm(
-                        q_tile,
-                        k_tile[stage, :, :],
-                        scores,
-                        transpose_B=True,
-                        policy=rows,
-                        clear_accum=True,
-                    )
-                    T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
-                    T.wait_wgmma(1)  # all but the last product issued
+                    multiply_keys(q_tile, q_stage, k_tile, stage, scores)
+                    T.wait_wgmma(0)
                     T.warpgroup_fence_operand(scores, num_regs=score_registers)
-                    release(k_free, stage)
-                    mask(scores, m_start, n * BLOCK_N, diagonal, first_end, qk_scale)
-                    exponentiate(
-                        scores, row_max, row_top, row_sum, top, shift, factor, rescale, size, power
-                    )
-                    # ptxas moves a wait for products up as far as its basic block goes: to before
-                    # the exponentials, which then overlap nothing. The loop that waits for the
-                    # values, needed only in the next round, ends that block here.
-                    T.warpgroup_fence_operand(scores, num_regs=score_registers)
+                    arrive(k_free, stage)
+                    if q_stages > 1 and trip > 0:
+                        free_queries(q_free, (trip - 1) % q_stages)
+                    if num_n > num_unmasked:
+                        mask(scores, m_start, (num_n - 1) * BLOCK_N)
+                    update_maximum(scores, *stats)
+                    exponentiate(scores, row_sum, factor, shift, 0, parts)
+                    T.copy(scores, p)
                     T.barrier_wait(v_full[stage], phase)
+                    buffers = (q_tile, k_tile, v_tile, scores, p, acc)
+                    barriers = (k_full, k_free, v_full, v_free)
+                    args = (num_n, done, m_start, q_stage, buffers, barriers, stats)
+                    first_unmasked = T.max(num_n - num_unmasked, 1)
+                    for n in T.serial(1, first_unmasked):
+                        accumulate(True, n, *args)
+                    for n in T.serial(first_unmasked, num_n):
+                        accumulate(False, n, *args)
+                    done += num_n
+                    last = ring(done - 1)[0]
+                    T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
+                    T.reduce_sum(row_sum, total, dim=1)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc, num_regs=acc_registers)
-                    release(v_free, last)
-                    T.copy(scores, p)
+                    arrive(v_free, last)
+                    for i in T.Parallel(BLOCK_M):
+                        row_max[i] = (row_max[i] * size + T.log2(total[i])) / LOG2E
+                        rescale[i] = 1.0 / total[i]
                     for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-                        acc[i, d] *= rescale[i]
-                T.wgmma_gemm(p, v_tile[(num_n - 1) % num_stages, :, :], acc, policy=rows)
-                T.reduce_sum(row_sum, total, dim=1)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(acc, num_regs=acc_registers)
-                for i in T.Parallel(BLOCK_M):
-                    row_max[i] = (row_max[i] * size + T.log2(total[i])) / LOG2E
-                    rescale[i] = 1.0 / total[i]
-                for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-                    # Not by a product with 0: with a masked NaN among the values acc is NaN.
-                    acc[i, d] = T.if_then_else(row_max[i] == minus_inf, 0.0, acc[i, d] * rescale[i])
-                T.copy(acc, q_tile)
-                T.fence_proxy_async()
-                T.copy(q_tile, out[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
-                T.copy(row_max, lse[batch, head, m_start : m_start + BLOCK_M])
+                        # Not by a product with 0: with a masked NaN among the values acc is NaN.
+                        acc[i, d] = T.if_then_else(
+                            row_max[i] == minus_inf, 0.0, acc[i, d] * rescale[i]
+                        )
+                    T.copy(acc, q_tile[q_stage, :, :])  # each warpgroup to where its queries were
+                    T.fence_proxy_async()
+                    T.sync_threads(FIRST_WARPGROUP + warpgroup, WARPGROUP)
+                    row = warpgroup * 64
+                    m_row = m_start + row
+                    for c in T.unroll(HEAD_DIM // panel):
+                        d = c * panel
+                        T.tma_copy(
+                            q_tile[q_stage, row : row + 64, d : d + panel],
+                            out[batch, head, m_row : m_row + 64, d : d + panel],
+                            leader_scope_threads=WARPGROUP,
+                        )
+                    if q_stages == 1:
+                        free_queries(q_free, 0)
+                    T.copy(row_max, lse[batch, head, m_start : m_start + BLOCK_M])
+                    trip += 1
+                    T.barrier_wait(work_full[trip % 2], trip // 2 % 2)
+                    m_start = work[trip % 2, 0]
+                if T.shuffle_elect(WARPGROUP):
+                    T.tma_store_wait(0)  # that reads shared memory, which ends with the block
 
     return attention_fwd_hopper

@@ -38,6 +38,7 @@ Rules that keep it right:
 - Compiler options are part of the builder: `T.annotate_pass_configs({...})` in the prim_func.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -124,8 +125,20 @@ _locks: dict[tuple, threading.Lock] = {}
 _locks_guard = threading.Lock()
 
 
-def get_kernel(build: Callable[..., Any], device: torch.device, **key: Any) -> Kernel:
+Request = tuple[Callable[..., Any], dict[str, Any]]  # a builder and its key
+
+
+def get_kernel(
+    build: Callable[..., Any],
+    device: torch.device,
+    soon: Callable[[], list[Request]] = list,
+    **key: Any,
+) -> Kernel:
     """`build`'s kernel for tensors on `device`, compiled at the first call with this key.
+
+    soon: gives what is likely to be asked for next. Where this kernel has to be compiled, those
+    are too, beside it and after it in the background; an error of theirs waits until they are asked
+    for.
 
     Threads that ask for one kernel at once wait for one compile; different kernels compile side by
     side. TileLang keeps what it compiled in TILELANG_CACHE_DIR (~/.tilelang/cache), which it fills
@@ -136,14 +149,26 @@ def get_kernel(build: Callable[..., Any], device: torch.device, **key: Any) -> K
     """
     kernel = _kernels.get((build, device, *key.items()))
     if kernel is None:
+        _compile_ahead(device, [r for r in soon() if r != (build, key)])
         kernel = compile_kernel(build, _target(device), **key)
         _kernels[build, device, *key.items()] = kernel
     return kernel
 
 
-def get_kernels(
-    device: torch.device, requests: list[tuple[Callable[..., Any], dict[str, Any]]]
-) -> list[Kernel]:
+def _compile_ahead(device: torch.device, requests: list[Request]) -> None:
+    """Starts a thread for each."""
+
+    def compile_one(build: Callable[..., Any], key: dict[str, Any]) -> None:
+        with contextlib.suppress(KernelUnavailableError):
+            get_kernel(build, device, **key)
+
+    if requests:
+        _import_tilelang()  # once, not by several threads at a time
+    for request in requests:
+        threading.Thread(target=compile_one, args=request).start()
+
+
+def get_kernels(device: torch.device, requests: list[Request]) -> list[Kernel]:
     """`get_kernel` for each (build, key). Those that must be compiled are compiled at once: most of
     the time goes to nvcc, a process of its own."""
     found = [_kernels.get((build, device, *key.items())) for build, key in requests]

@@ -222,6 +222,63 @@ def test_kernels_asked_for_together_compile_at_the_same_time(monkeypatch):
         assert found == requests
 
 
+def test_what_is_needed_soon_compiles_beside_what_is_needed_now(monkeypatch):
+    both_begun = threading.Barrier(2, timeout=60)
+
+    def compiled(build, target, key):
+        both_begun.wait()  # were the other to wait for this one's end they would never meet
+        return (build, key)
+
+    monkeypatch.setattr(tilelang_runtime, "_kernels", {})
+    monkeypatch.setattr(tilelang_runtime, "_compile", compiled)
+    asked = []
+
+    def soon():
+        asked.append(True)
+        return [("now", {"D": 1}), ("soon", {"D": 2})]
+
+    for _ in range(2):  # compiled, then found
+        assert tilelang_runtime.get_kernel("now", CPU, soon=soon, D=1) == ("now", {"D": 1})
+        assert tilelang_runtime.get_kernel("soon", CPU, D=2) == ("soon", {"D": 2})
+    assert asked == [True]
+
+
+def test_what_does_not_compile_ahead_is_an_error_where_it_is_asked_for(monkeypatch):
+    tried = threading.Event()
+
+    def compiled(build, target, key):
+        if build == "soon":
+            tried.set()
+            raise KernelUnavailableError("it does not compile")
+        return build
+
+    monkeypatch.setattr(tilelang_runtime, "_kernels", {})
+    monkeypatch.setattr(tilelang_runtime, "_compile", compiled)
+    assert tilelang_runtime.get_kernel("now", CPU, soon=lambda: [("soon", {})]) == "now"
+    assert tried.wait(timeout=60)
+    with pytest.raises(KernelUnavailableError, match="does not compile"):
+        tilelang_runtime.get_kernel("soon", CPU)
+
+
+def test_a_first_forward_on_hopper_prepares_other_lengths_and_the_backward(monkeypatch):
+    monkeypatch.setattr(tilelang_attention_tiles, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention, "has_tma", lambda _: True)
+    where = 64, torch.bfloat16, torch.device("cuda", 77), True  # no such device: nothing is cached
+
+    def names(*needs):
+        requests = tilelang_attention._soon_requests(*where, needs)
+        return [build.__name__.removeprefix("build_attention_") for build, _ in requests]
+
+    forwards = ["fwd_hopper"] * 2
+    assert names(False, False, False) == forwards
+    assert names(True, True, True) == [*forwards, "bwd_stats", "bwd_hopper", "bwd_convert"]
+    assert names(False, False, True) == [*forwards, "bwd_stats", "bwd_dkdv"]
+    for has_many_keys in (False, True):
+        request = tilelang_attention._fwd_request(*where, has_many_keys)
+        assert request in tilelang_attention._soon_requests(*where, (False,) * 3)
+
+
 def test_one_compile_for_all_lengths_batches_heads_and_strides(device):
     shapes = [
         {"Sq": 64},

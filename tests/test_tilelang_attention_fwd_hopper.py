@@ -1,8 +1,8 @@
 """What only the TileLang forward for Hopper can get wrong: buffers that come round, warpgroups that
-run at their own pace, the order of blocks, a scale that is taken into the exponent.
+run at their own pace, the order in which blocks take tiles, a scale taken into the exponent.
 
-Tiles are 128 or 192 queries by 64 to 128 keys, in two buffers: from the third tile of keys on a
-buffer is filled again.
+Tiles are 128 to 256 queries by 64 to 128 keys, in two or four buffers: from the third or fifth tile
+of keys on a buffer is filled again, by the same tile of queries or the next that the block takes.
 """
 
 import math
@@ -20,9 +20,15 @@ if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
 from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
-from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper  # noqa: E402
+from minitx.kernels.tilelang_attention_fwd_hopper import (  # noqa: E402
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    build_attention_fwd_hopper,
+)
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    HOPPER_SHORT_TILES,
     HOPPER_TILES,
+    choose_hopper_fwd_tiles,
     takes_hopper_kernels,
 )
 
@@ -69,7 +75,34 @@ def check_forward(q, k, v, *, is_causal: bool, scale: float | None = None):
     return actual
 
 
-def test_it_is_what_it_is_meant_to_be():
+def test_few_keys_have_tiles_of_their_own_in_heads_of_64():
+    long, short = HOPPER_TILES["fwd"][64], HOPPER_SHORT_TILES[64]
+    for D in (33, 64):
+        assert choose_hopper_fwd_tiles(D, has_many_keys=True) == long
+        assert choose_hopper_fwd_tiles(D, has_many_keys=False) == short
+    assert choose_hopper_fwd_tiles(65, has_many_keys=False) == HOPPER_TILES["fwd"][96]
+    assert choose_hopper_fwd_tiles(32, has_many_keys=False) == HOPPER_TILES["fwd"][32]
+
+
+@pytest.mark.parametrize(
+    ("D", "tiles"), [*HOPPER_TILES["fwd"].items(), *HOPPER_SHORT_TILES.items()]
+)
+def test_tiles_fit_a_multiprocessor(D, tiles):
+    # With the two buffers that queries have up to D = 128, and some barriers.
+    queries = tiles.BLOCK_M * (2 if D <= 128 else 1)
+    assert 2 * D * (queries + 2 * tiles.num_stages * tiles.BLOCK_N) <= (227 - 2) * 1024
+    groups = tiles.threads // 128
+    registers = groups * CONSUMER_REGISTERS[groups] + PRODUCER_REGISTERS[groups]
+    # What a block starts with: the same for every thread, in units of 8.
+    assert registers <= 65536 // (tiles.threads + 128) // 8 * 8 * (groups + 1)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "consumer", "producer"),
+    [(HOPPER_TILES["fwd"][64], 160, 32), (HOPPER_SHORT_TILES[64], 112, 24)],
+    ids=["long", "short"],
+)
+def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     # Compiled, not run: no GPU is needed, but nvcc.
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
@@ -79,18 +112,26 @@ def test_it_is_what_it_is_meant_to_be():
         dtype="bfloat16",
         HEAD_DIM=64,
         IS_CAUSAL=True,
-        **HOPPER_TILES["fwd"][64]._asdict(),
+        **tiles._asdict(),
     ).source
-    assert source.count("tl::wgmma_ss<") == 2  # q k^T, before the loop and in it
-    assert source.count("tl::wgmma_rs<") == 2  # p v, p from registers, in the loop and after it
-    assert "tl::tma_store(" in source
-    assert "warpgroup_reg_alloc<160>" in source
-    assert "warpgroup_reg_dealloc<32>" in source
-    # Scores are awaited while the other product runs, and that one after the exponentials.
+    # q k^T, before the loops and in both; p v, p from registers, in the loops and after them.
+    assert source.count("tl::wgmma_ss<") == source.count("tl::wgmma_rs<") == 3
+    assert source.count("tl::tma_store(") == source.count("AtomicAddRet(") == 1
+    assert f"warpgroup_reg_alloc<{consumer}>" in source
+    assert f"warpgroup_reg_dealloc<{producer}>" in source
+    # All wait for one another at the start, all consumers if they change the sign of queries, and
+    # those of one warpgroup for its output.
+    assert source.count("__syncthreads") == 1
+    assert source.count("__sync_thread_partial") == 2
+    assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 1
+    assert source.count(" + 2), 128)") == 1
+    # In the loop without a mask scores are awaited while the other product runs, and that one after
+    # some of the exponentials.
     loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
-    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.rindex("exp2f")]
-    order.append(loop.index("wait_wgmma<0>"))
+    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.index("wait_wgmma<0>")]
+    order.append(loop.rindex("exp2f"))
     assert order == sorted(order)
+    assert "condval" not in loop[: loop.index("max(")]
 
 
 @on_hopper
@@ -103,6 +144,8 @@ def test_it_is_what_it_is_meant_to_be():
         (128, 4, 4, 513, 513, "bhsd"),  # a query and a key over
         (64, 8, 2, 700, 700, "qkv"),  # slices of a projection
         (64, 4, 1, 1, 1000, "bhsd"),  # most rows of the tile past the end
+        (64, 4, 2, 700, 2100, "bhsd"),  # tiles for many keys
+        (64, 2, 2, 2200, 2050, "bshd"),
         (128, 2, 1, 130, 900, "bshd"),  # a diagonal that starts inside a tile
         (64, 3, 3, 900, 200, "bshd"),  # blocks without keys
         (128, 2, 2, 128, 128, "bhsd"),  # one tile: no round of the loop
@@ -124,14 +167,34 @@ def test_out_and_lse(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
     [
-        (3, 16, 4, 1100, 1100, 128),  # 432 blocks, three to a multiprocessor
-        (2, 32, 32, 1000, 1000, 64),  # 384
+        (3, 16, 4, 1100, 1100, 128),  # 432 tiles, three to a multiprocessor
+        (2, 32, 32, 1000, 1000, 64),  # 256
+        (1, 40, 40, 2100, 2100, 64),  # 440
         (1, 20, 5, 2000, 17000, 128),  # 320: keys of 3 heads fit in cache, those of 2 are left
+        (40, 16, 16, 60, 60, 64),  # 640 of one tile of keys: no round of the loop in any
+        (20, 16, 4, 130, 60, 256),  # 640, some without a key; one buffer for queries
     ],
 )
-def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D):
+def test_more_tiles_than_multiprocessors(B, Hq, Hkv, Sq, Skv, D):
     q, k, v = make_qkv(B, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=BF16)
     check_forward(q, k, v, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+def test_calls_at_once_do_not_take_tiles_of_one_another():
+    inputs = [make_qkv(4, 16, 16, S, S, 64, device="cuda", dtype=BF16) for S in (1000, 700, 1300)]
+    alone = [attention(*qkv, is_causal=True, kernel="tilelang") for qkv in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        together = []
+        for stream, qkv in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(attention(*qkv, is_causal=True, kernel="tilelang"))
+        torch.cuda.synchronize()
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one, other)
 
 
 @on_hopper
@@ -146,9 +209,20 @@ def test_keys_and_values_expanded_over_batch_and_heads():
 @pytest.mark.contract("scale", kernel="tilelang")
 @pytest.mark.parametrize("scale", [0.0, -0.7, 1e-40, 1e-4, 30.0])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_scales(scale, is_causal):
-    q, k, v = make_qkv(1, 2, 2, 300, 390, 64, device="cuda", dtype=BF16)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_scales(scale, is_causal, D):
+    q, k, v = make_qkv(1, 2, 2, 300, 390, D, device="cuda", dtype=BF16)
     check_forward(q, k, v, is_causal=is_causal, scale=scale)
+
+
+@on_hopper
+@pytest.mark.contract("scale", kernel="tilelang")
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_a_sign_is_taken_into_the_queries_of_each_tile_once(scale):
+    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several.
+    for S, D in ((1200, 64), (1900, 128)):
+        q, k, v = make_qkv(2, 16, 4, S, S, D, device="cuda", dtype=FP16)
+        check_forward(q, k, v, is_causal=True, scale=scale)
 
 
 @on_hopper
