@@ -13,7 +13,7 @@ import threading
 import pytest
 import torch
 
-from minitx.kernels import attention, supports
+from minitx.kernels import KernelUnavailableError, attention, supports
 from minitx.testing import check_attention, make_qkv, run_attention
 
 _probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -24,6 +24,7 @@ if not _support.ok:
 from minitx.kernels import (  # noqa: E402
     tilelang_attention,
     tilelang_attention_fwd,
+    tilelang_attention_tiles,
     tilelang_runtime,
 )
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
@@ -220,6 +221,9 @@ def test_kernels_asked_for_together_compile_at_the_same_time(monkeypatch):
     for _ in range(2):  # compiled, then found
         found = tilelang_runtime.get_kernels(torch.device("cpu"), requests)
         assert found == requests
+
+
+CPU = torch.device("cpu")
 
 
 def test_what_is_needed_soon_compiles_beside_what_is_needed_now(monkeypatch):
