@@ -250,6 +250,8 @@ def _bwd(
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
     grads = empty_grads(q, k, v, needs)
+    if not any(needs):
+        return grads
     key = (
         "attention bwd", q.dtype, dout.dtype, q.device, is_causal, scale, *needs, q.shape, k.shape,
         q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),

@@ -313,76 +313,78 @@ def prepare_bwd(
         "EXACT": is_exact(q),
         "enable_fp_fusion": not is_exact(q),
     }
-    BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
-    launch_dq = Launch(
-        attention_bwd_dq,
-        q.device,
-        -(-Sq // BLOCK_M) * B * Hq,
-        (
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            out.stride(),
-            dout.stride(),
-            (0, 0, 0) if dlse is None else dlse.stride(),
-            (0, 0, 0, 0) if dq is None else dq.stride(),
-            scale,
-            B * Hq,
-            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
-            Hq,
-            Hkv,
-            Sq,
-            Skv,
-            pitch,
-        ),
-        HAS_DLSE=dlse is not None,
-        NEEDS_DQ=dq is not None,
-        WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
-        **common,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
-    dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
-    launch_dkdv = Launch(
-        attention_bwd_dkdv,
-        q.device,
-        -(-Skv // BLOCK_N) * B * Hkv,
-        (
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            dout.stride(),
-            dk_out.stride(),
-            dv_out.stride(),
-            scale,
-            B * Hkv,
-            heads_per_wave(2 * Sq * D * q.element_size() * (Hq // Hkv)),
-            Hq,
-            Hkv,
-            Sq,
-            Skv,
-            pitch,
-        ),
-        GROUP=Hq // Hkv,
-        NEEDS_DK=dk is not None,
-        NEEDS_DV=dv is not None,
-        WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
-        **common,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    has_queries, has_keys = q.numel() > 0, k.numel() > 0
+    launch_dq = launch_dkdv = None
+    if q.numel() > 0:
+        BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
+        launch_dq = Launch(
+            attention_bwd_dq,
+            q.device,
+            -(-Sq // BLOCK_M) * B * Hq,
+            (
+                q.stride(),
+                k.stride(),
+                v.stride(),
+                out.stride(),
+                dout.stride(),
+                (0, 0, 0) if dlse is None else dlse.stride(),
+                (0, 0, 0, 0) if dq is None else dq.stride(),
+                scale,
+                B * Hq,
+                heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
+                Hq,
+                Hkv,
+                Sq,
+                Skv,
+                pitch,
+            ),
+            HAS_DLSE=dlse is not None,
+            NEEDS_DQ=dq is not None,
+            WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
+            **common,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    if k.numel() > 0 and not (dk is None and dv is None):
+        BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
+        dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
+        launch_dkdv = Launch(
+            attention_bwd_dkdv,
+            q.device,
+            -(-Skv // BLOCK_N) * B * Hkv,
+            (
+                q.stride(),
+                k.stride(),
+                v.stride(),
+                dout.stride(),
+                dk_out.stride(),
+                dv_out.stride(),
+                scale,
+                B * Hkv,
+                heads_per_wave(2 * Sq * D * q.element_size() * (Hq // Hkv)),
+                Hq,
+                Hkv,
+                Sq,
+                Skv,
+                pitch,
+            ),
+            GROUP=Hq // Hkv,
+            NEEDS_DK=dk is not None,
+            NEEDS_DV=dv is not None,
+            WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
+            **common,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
 
     def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
         exponent, delta = bwd_rows(q, pitch)
-        if has_queries:
+        if launch_dq is not None:
             launch_dq(q, k, v, out, lse, dout, dlse, exponent, delta, dq)
-        if has_keys and not (dk is None and dv is None):
+        if launch_dkdv is not None:
             launch_dkdv(q, k, v, dout, exponent, delta, dk, dv)
 
     return launches
