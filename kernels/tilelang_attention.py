@@ -133,7 +133,7 @@ def _soon_requests(
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool,
-    needs: tuple[bool, bool, bool],
+    needs: tuple[bool, ...],
 ) -> list[tuple[Any, dict[str, Any]]]:
     """Builders and keys of what will be asked for after a first forward, at another length or in
     its backward."""
@@ -151,7 +151,7 @@ def _bwd_requests(
     device: torch.device,
     is_causal: bool,
     with_dlse: bool,
-    needs: tuple[bool, bool, bool],
+    needs: tuple[bool, ...],
 ) -> list[tuple[Any, dict[str, Any]]]:
     """Builders and keys of what a backward runs that needs some of dq, dk and dv."""
     key = _key(D, dtype, device)
