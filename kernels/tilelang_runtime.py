@@ -123,6 +123,10 @@ class Kernel:
 _kernels: dict[tuple, Kernel] = {}
 _locks: dict[tuple, threading.Lock] = {}
 _locks_guard = threading.Lock()
+# One thread at a time: TileLang reads a builder's source by ast.parse, of which Python 3.11 takes
+# two at once for an error in its own recursion (python/cpython#106905). A compile takes its time
+# later.
+_building = threading.Lock()
 
 
 Request = tuple[Callable[..., Any], dict[str, Any]]  # a builder and its key
@@ -204,7 +208,8 @@ def _target(device: torch.device) -> Target:
 def _compile(build: Callable[..., Any], target: Target, key: dict[str, Any]) -> Kernel:
     tilelang = _import_tilelang()
     started = time.perf_counter()
-    func = build(_language(target), **key)
+    with _building:
+        func = build(_language(target), **key)
     stride_slots: list[tuple[int, int]] = []
     if target.kind == "c":
         func, stride_slots = _with_stride_parameters(func)
