@@ -112,13 +112,13 @@ def test_an_lse_that_was_used_reaches_the_gradient(kernel, device):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_mistakes_are_refused():
-    qkv = make()
+def test_mistakes_are_refused(device):
+    qkv = make(device=device)
     for bad, heads in ((qkv[0], 4), (qkv, 3), (qkv, 10), (qkv, -2)):
         with pytest.raises(ValueError, match=r"qkv must be \[B, S, n_head \+ 2 n_kv_head, D\]"):
             packed_attention(bad, heads)
     with pytest.raises(ValueError, match="query heads must be a multiple of key heads"):
-        packed_attention(make(Hq=3, Hkv=2), 3)
+        packed_attention(make(Hq=3, Hkv=2, device=device), 3)
     with pytest.raises(KernelUnavailableError, match="not float64"):
         packed_attention(qkv.double(), 4, kernel="triton")
     packed_attention(qkv, 4, kernel="triton")

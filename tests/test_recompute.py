@@ -94,7 +94,7 @@ def test_train_py_takes_it(tmp_path):
     assert run_train(tiny_args(tmp_path, "other", recompute="some")) == 2
 
 
-def graphs(mode: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+def graphs(mode: str, device: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """The graphs that torch.compile makes of a training step: forward and backward."""
     found = []
 
@@ -103,11 +103,11 @@ def graphs(mode: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    model = make_model("triton", mode, pos="learned", norm="layer", mlp="gelu")
+    model = make_model("triton", mode, pos="learned", norm="layer", mlp="gelu").to(device)
     backend = aot_autograd(
         fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
-    torch.compile(model.loss, fullgraph=True, backend=backend)(*tokens()).backward()
+    torch.compile(model.loss, fullgraph=True, backend=backend)(*tokens(device)).backward()
     forward, backward = found
     return forward, backward
 
@@ -126,12 +126,12 @@ def kept_bytes(forward: torch.fx.GraphModule) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_compiled_each_mode_keeps_less_and_makes_again_what_it_says():
+def test_compiled_each_mode_keeps_less_and_makes_again_what_it_says(device):
     """Products of a layer: qkv, attention's proj, up and proj, two each in the backward. The result
     of the last is asked for by nobody but, in the last layer, the final norm."""
     layers, products, kept = 2, {}, {}
     for mode in ("none", *MODES):
-        forward, backward = graphs(mode)
+        forward, backward = graphs(mode, device)
         kept[mode] = kept_bytes(forward)
         products[mode] = count(backward, "aten.mm")
         assert count(forward, "attention_fwd") == layers

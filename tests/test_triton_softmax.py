@@ -131,7 +131,7 @@ def test_rows_that_one_program_takes():
 
 
 @pytest.mark.parametrize("n", [17, 20, 32])
-def test_masked_columns_are_written(monkeypatch, device, n):
+def test_masked_columns_are_written(monkeypatch, nothing_remembered, device, n):
     # A program a row; of those that see half of the tile at most, the other half too.
     monkeypatch.setattr(triton_softmax, "TILE", {4: 1})
     x, dy = normal(n, n).to(device), normal(n, n, seed=1).to(device)
