@@ -36,13 +36,12 @@ TABLES: dict[tuple[int, int], MeasuredTable] = {  # by compute capability
         "benchmarks/h200/attention.csv",
         {
             64: (
-                Choice(0, "sdpa", "sdpa", "triton", "triton"),
-                Choice(2048, "sdpa", "tilelang", "tilelang", "tilelang"),
+                Choice(0, "sdpa", "tilelang", "tilelang", "tilelang"),
                 Choice(8192, "tilelang", "tilelang", "tilelang", "tilelang"),
             ),
             128: (
-                Choice(0, "sdpa", "sdpa", "tilelang", "tilelang"),
-                Choice(8192, "tilelang", "sdpa", "tilelang", "tilelang"),
+                Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),
+                Choice(2048, "tilelang", "sdpa", "tilelang", "tilelang"),
             ),
         },
     ),
