@@ -38,7 +38,6 @@ Rules that keep it right:
 - Compiler options are part of the builder: `T.annotate_pass_configs({...})` in the prim_func.
 """
 
-import contextlib
 import functools
 import logging
 import os
@@ -160,16 +159,14 @@ def get_kernel(
 
 
 def _compile_ahead(device: torch.device, requests: list[Request]) -> None:
-    """Starts a thread for each."""
-
-    def compile_one(build: Callable[..., Any], key: dict[str, Any]) -> None:
-        with contextlib.suppress(KernelUnavailableError):
-            get_kernel(build, device, **key)
-
-    if requests:
-        _import_tilelang()  # once, not by several threads at a time
-    for request in requests:
-        threading.Thread(target=compile_one, args=request).start()
+    """Starts a thread for each. The interpreter does not end before they have."""
+    if not requests:
+        return
+    _import_tilelang()  # once, not by several threads at a time
+    pool = ThreadPoolExecutor(len(requests))
+    for build, key in requests:
+        pool.submit(get_kernel, build, device, **key)  # whose error stays in a future unread
+    pool.shutdown(wait=False)
 
 
 def get_kernels(device: torch.device, requests: list[Request]) -> list[Kernel]:

@@ -6,6 +6,9 @@
     full        keeps the block's input and attention's results; the other products are made again,
                 too, but attention, whose cost grows with the square of the context, never is
 
+That holds of attention that is one op (`sdpa`, `triton`, `tilelang`). Where it is made of several,
+as in `eager`, they are made again, products and all: to keep them would be to keep the scores.
+
 For attention to be spared in the backward its lse has to be kept beside its output, so both are
 (Chen et al. 2016, arXiv:1604.06174, by op instead of by layer). The results are the same to the
 bit: what is made again is made by the same kernels from the same numbers (under torch.compile, in

@@ -209,7 +209,9 @@ class Trainer:
             values = values.to("cpu", non_blocking=True)  # PyTorch pins the memory of the copy
             if self.device.type == "cuda":
                 arrived = torch.cuda.Event()
-                arrived.record()
+                # On the copy's stream. In a run on cuda:1 the current one is that of cuda:0, which
+                # knows nothing of the copy.
+                arrived.record(torch.cuda.current_stream(self.device))
         unseen = Unseen(self.step_number + 1, values, arrived, lr, batches, before)
         if not self.looks_later:
             self._look_at(unseen)

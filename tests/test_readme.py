@@ -84,7 +84,10 @@ def test_the_library_example_runs(device):
     assert len(code) == 1
     q, k, v = torch.randn(3, 1, 2, 8, 16, device=device)
     scope = {"q": q[None, 0], "k": k[None, 0], "v": v[None, 0], "scores": q @ k.transpose(-1, -2)}
+    packed = torch.cat([scope[name] for name in "qkv"], dim=1).transpose(1, 2)
+    scope |= {"qkv": packed, "n_head": 2}
     exec(code[0], scope)
+    torch.testing.assert_close(scope["same"], scope["out"])
     assert scope["out"].shape == (1, 2, 8, 16)
     assert scope["lse"].shape == (1, 2, 8)
     torch.testing.assert_close(scope["p"].sum(-1), torch.ones(1, 2, 8, device=device))

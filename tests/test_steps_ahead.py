@@ -157,3 +157,25 @@ def test_no_step_waits_for_the_gpu(make):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.settle().loss > 0
+
+
+def test_the_copy_is_waited_for_on_the_trainers_own_device(make, monkeypatch):
+    """Nothing makes cuda:1 the current device: an event of the current stream is cuda:0's, which
+    says nothing of a copy from cuda:1."""
+    asked, recorded = [], []
+
+    class Event:
+        def record(self, stream=None):
+            recorded.append(stream)
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device))
+    trainer = make()
+    loss = trainer.backward(trainer.next_batches())
+    trainer.device = torch.device("cuda", 1)
+    trainer.update(loss)
+    assert asked == [torch.device("cuda", 1)]
+    assert len(recorded) == 1
