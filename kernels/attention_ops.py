@@ -1,6 +1,6 @@
 """A pair of attention kernels, forward and backward, as one differentiable op of PyTorch's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,12 +11,13 @@ Fwd = Callable[
 ]
 
 
-def define_attention(kernel: str, fwd: Fwd, bwd: Callable[..., tuple[torch.Tensor, ...]]) -> Fwd:
+def define_attention(kernel: str, fwd: Fwd, bwd: Callable[..., Sequence[torch.Tensor]]) -> Fwd:
     """Makes minitx::`kernel`_attention_fwd and _bwd; returns (q, k, v, is_causal, scale) ->
     (out, lse), differentiable once. Puts the same for inputs in one tensor into PACKED.
 
     fwd(q, k, v, is_causal, scale) fills and returns `empty_outputs`;
-    bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs) fills and returns `empty_grads`.
+    bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, into=None) fills and returns
+    `empty_grads`, or, where all are needed, may fill the three tensors `into` and return those.
     dlse is None where nothing was made of lse.
     """
 
@@ -69,16 +70,8 @@ def unpack(qkv: torch.Tensor, n_head: int) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in qkv.split((n_head, n_kv_head, n_kv_head), dim=2)]
 
 
-class Into(list[bool]):
-    """The `needs` of a backward that needs all gradients, and has memory for them."""
-
-    def __init__(self, *grads: torch.Tensor) -> None:
-        super().__init__([True] * len(grads))
-        self.grads = grads
-
-
 def _define_packed(
-    kernel: str, fwd: Fwd, bwd: Callable[..., tuple[torch.Tensor, ...]]
+    kernel: str, fwd: Fwd, bwd: Callable[..., Sequence[torch.Tensor]]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def packed_fwd(qkv, n_head, is_causal, scale):
         q, k, v = unpack(qkv, n_head)
@@ -86,9 +79,10 @@ def _define_packed(
 
     def packed_bwd(dout, dlse, qkv, out, lse, n_head, is_causal, scale):
         dqkv = torch.empty_like(qkv)
-        into = Into(*unpack(dqkv, n_head))
-        grads = bwd(dout, dlse, *unpack(qkv, n_head), out, lse, is_causal, scale, into)
-        for grad, place in zip(grads, into.grads, strict=True):
+        into = unpack(dqkv, n_head)
+        saved = (*unpack(qkv, n_head), out, lse)
+        grads = bwd(dout, dlse, *saved, is_causal, scale, [True] * 3, into)
+        for grad, place in zip(grads, into, strict=True):
             if grad is not place:  # on a CPU, where kernels compute in float32
                 place.copy_(grad)
         return dqkv
@@ -136,8 +130,6 @@ def empty_grads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs: list[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Uninitialised dq, dk and dv in the inputs' layouts; [0] for one that is not needed."""
-    if isinstance(needs, Into) and needs.grads[0].dtype == q.dtype:
-        return needs.grads
     return tuple(
         torch.empty_like(t) if needed else t.new_empty(0)
         for t, needed in zip((q, k, v), needs, strict=True)

@@ -24,6 +24,7 @@ float32 copy, and results are rounded once.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -220,13 +221,14 @@ def _bwd(
     is_causal: bool,
     scale: float,
     needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
+    into: Sequence[torch.Tensor] | None = None,
+) -> Sequence[torch.Tensor]:
     """(dq, dk, dv) in the inputs' layouts; one that is not needed is an empty tensor."""
     if not q.is_cuda and q.dtype != torch.float32:
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
-    grads = empty_grads(q, k, v, needs)
+    grads = empty_grads(q, k, v, needs) if into is None else into
     if q.numel() == 0 or k.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
     rows = [

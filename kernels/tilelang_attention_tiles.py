@@ -54,9 +54,8 @@ HOPPER_TILES: Table = {
 }
 
 # The forward's for fewer keys than MANY_KEYS. One more warpgroup hides more of what a tile of
-# queries begins and ends with; fewer keys at a time cost more where many come: bfloat16, causal, in
-# trials 302 TFLOP/s at 1,024 tokens where the other tiles had 275 to 283, and 432 at 4,096 where
-# they had 443 to 450.
+# queries begins and ends with; fewer keys at a time cost more where many come (both measured:
+# benchmarks/NOTES.md).
 HOPPER_SHORT_TILES = {64: Tiles(256, 64, 4, 512)}
 MANY_KEYS = 2048
 

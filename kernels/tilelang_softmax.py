@@ -13,8 +13,8 @@ they become the row's between the scans, so that no thread waits for another wit
 The second scan reads again what the first has read. While the rows in flight fit into the L2 cache
 it finds them there, and the limit is how fast that cache is; from some 100,000 columns on they no
 longer do, and three transfers take the place of two (in the backward, five of three). Measured on
-an H200 (benchmarks/NOTES.md): 68 to 86 % of a copy forward from 1,024 columns on, and at 131,072
-the two thirds that this makes.
+an H200 (benchmarks/h200/softmax.csv): 66 to 87 % of a copy forward from 1,024 columns on, and at
+131,072 the two thirds that this makes.
 
 How the log-sum-exp is carried decides whether this is stable. The update that comes to mind,
 lse' = m + log2(2^(lse - m) + s) with the tile's maximum m and sum s, overflows once m lies 128

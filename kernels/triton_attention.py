@@ -27,6 +27,8 @@ on what stands here.
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -243,13 +245,14 @@ def _bwd(
     is_causal: bool,
     scale: float,
     needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
+    into: Sequence[torch.Tensor] | None = None,
+) -> Sequence[torch.Tensor]:
     """(dq, dk, dv), in the inputs' layouts; one that is not needed is an empty tensor."""
     if IS_INTERPRETED and q.dtype != torch.float32:
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
-    grads = empty_grads(q, k, v, needs)
+    grads = empty_grads(q, k, v, needs) if into is None else into
     if not any(needs):
         return grads
     key = (
