@@ -1,5 +1,7 @@
 """Attention over one tensor of queries, keys and values: as over three, with one gradient."""
 
+import importlib
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -63,6 +65,21 @@ def test_the_gradient_is_written_where_it_belongs(kernel, device):
     (want,) = torch.autograd.grad(packed_attention(qkv, 4, kernel=kernel).sum(), qkv)
     # Not to the bit: the gradient of a sum is one number with strides of 0, or as many in memory.
     torch.testing.assert_close(qkv.grad, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_the_kernels_fill_the_memory_they_are_given(kernel, device):
+    """And return it: what they return instead would be copied there."""
+    qkv, dqkv = make(device=device).detach(), make(device=device).detach().fill_(float("nan"))
+    packed_attention(qkv, 4, kernel=kernel)  # makes the ops
+    out, lse = PACKED[kernel](qkv, 4, True, 0.25)
+    backward = importlib.import_module(f"minitx.kernels.{kernel}_attention")._bwd
+    into = unpack(dqkv, 4)
+    needs = [True] * 3
+    saved = (*unpack(qkv, 4), out, lse)
+    grads = backward(torch.ones_like(out), None, *saved, True, 0.25, needs, into)
+    assert all(grad is place for grad, place in zip(grads, into, strict=True))
+    assert not dqkv.isnan().any()
 
 
 @pytest.mark.parametrize("kernel", FUSED)
