@@ -233,12 +233,16 @@ def supports_softmax(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device_type = tensors[0].device.type
+    device_type = _device_type(tensors[0])
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     # float64 stays: autocast leaves it alone in PyTorch's own functions too.
     return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
+
+
+def _device_type(x: torch.Tensor) -> str:
+    return "cuda" if x.is_cuda else x.device.type  # makes a string, slowly
 
 
 def _known(kernel: str, names: tuple[str, ...]) -> None:
@@ -249,14 +253,15 @@ def _known(kernel: str, names: tuple[str, ...]) -> None:
 def _check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> None:
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
-        if len(shape) != 4:
-            raise ValueError(f"{name} must be 4-D [B, H, S, D], got shape {tuple(shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if q.dtype not in REFERENCE_DTYPES:
-        raise TypeError(f"q, k and v must be float32, float16 or bfloat16, got {q.dtype}")
+    q_shape, k_shape, v_shape, dtype = q.shape, k.shape, v.shape, q.dtype
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        named = (("q", q_shape), ("k", k_shape), ("v", v_shape))
+        name, shape = next((name, shape) for name, shape in named if len(shape) != 4)
+        raise ValueError(f"{name} must be 4-D [B, H, S, D], got shape {tuple(shape)}")
+    if not dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {dtype}, {k.dtype} and {v.dtype}")
+    if dtype not in REFERENCE_DTYPES:
+        raise TypeError(f"q, k and v must be float32, float16 or bfloat16, got {dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
@@ -310,10 +315,10 @@ _library_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _device_problem(kernel: str, x: torch.Tensor) -> str | None:
-    if kernel not in LIBRARIES:
+    library = LIBRARIES.get(kernel)
+    if library is None:
         return None
-    device = x.device
-    return _library_problem(LIBRARIES[kernel], device.type, device.index)
+    return _library_problem(library, _device_type(x), x.get_device() if x.is_cuda else None)
 
 
 def _attention_problem(kernel: str, q: torch.Tensor, return_lse: bool) -> str | None:
@@ -373,13 +378,14 @@ def _run_attention(
                 q, k, v, is_causal=is_causal, scale=scale, kernel=row_softmax
             ), None
         case "triton":
-            from minitx.kernels import triton_attention
+            # From the module itself, for `from minitx.kernels import` looks for it in the package.
+            from minitx.kernels.triton_attention import triton_attention
 
-            return triton_attention.triton_attention(q, k, v, is_causal=is_causal, scale=scale)
+            return triton_attention(q, k, v, is_causal=is_causal, scale=scale)
         case "tilelang":
-            from minitx.kernels import tilelang_attention
+            from minitx.kernels.tilelang_attention import tilelang_attention
 
-            return tilelang_attention.tilelang_attention(q, k, v, is_causal=is_causal, scale=scale)
+            return tilelang_attention(q, k, v, is_causal=is_causal, scale=scale)
     raise AssertionError(f"kernel '{kernel}' passed validation but has no branch")
 
 

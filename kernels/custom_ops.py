@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_dispatch_keys = torch._C._dispatch_keys
 
 
 def define_op(
@@ -99,7 +100,7 @@ def _unobserved(tensors: list[torch.Tensor]) -> bool:
         return False
     plain = _plain_keys(tensors[0].is_cuda)
     for t in tensors:  # a loop: `all` over a generator takes twice as long
-        if type(t) not in _PLAIN_TYPES or torch._C._dispatch_keys(t).raw_repr() != plain:
+        if type(t) not in _PLAIN_TYPES or _dispatch_keys(t).raw_repr() != plain:
             return False
     return True
 

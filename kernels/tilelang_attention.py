@@ -30,15 +30,16 @@ from typing import Any
 import torch
 
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
+from minitx.kernels.kept import Empty, remember, remembered
 from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dkdv,
     build_attention_bwd_dq,
     build_attention_bwd_stats,
 )
-from minitx.kernels.tilelang_attention_bwd_hopper import (
-    DQ_TILE,
+from minitx.kernels.tilelang_attention_bwd_hopper import DQ_TILE, build_attention_bwd_hopper
+from minitx.kernels.tilelang_attention_bwd_rows import (
     build_attention_bwd_convert,
-    build_attention_bwd_hopper,
+    build_attention_bwd_prepare,
 )
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
@@ -112,6 +113,20 @@ def _without_repeats(t: torch.Tensor) -> torch.Tensor:
     return _as_rows(t)
 
 
+def _is_in_place(*tensors: torch.Tensor) -> bool:
+    """Whether kernels take all of these as they are: `_as_rows` and `_without_repeats` would give
+    the same back."""
+    return all(
+        _is_fetchable(t.stride(), t) if t.is_cuda else 0 not in t.stride()[:2] for t in tensors
+    )
+
+
+def _bring_back(rows: torch.Tensor, t: torch.Tensor) -> None:
+    """What a kernel wrote to `_as_rows(t, keep=False)` to t itself, if that is elsewhere."""
+    if rows is not t and rows.data_ptr() != t.data_ptr():
+        t.copy_(rows)
+
+
 def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
 
@@ -161,21 +176,65 @@ def _bwd_requests(
         tiles = choose_tiles(name, D, dtype, device)
         return {**key, "IS_CAUSAL": is_causal, **flags, **tiles._asdict()}
 
-    flags = {"WITH_DLSE": with_dlse, "USE_TMA": has_tma(device)}
-    wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
-    takes_hopper = takes_hopper_kernels(dtype, device) and key["HEAD_DIM"] in (64, 128)
     needs_dq, needs_dk, needs_dv = needs
-    if all(needs) and takes_hopper:
-        wanted += [
+    if all(needs) and takes_hopper_kernels(dtype, device) and key["HEAD_DIM"] in (64, 128):
+        return [
+            (build_attention_bwd_prepare, {**key, "WITH_DLSE": with_dlse}),
             (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),
             (build_attention_bwd_convert, key),
         ]
-        return wanted
+    flags = {"WITH_DLSE": with_dlse, "USE_TMA": has_tma(device)}
+    wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
     if needs_dk or needs_dv:
         wanted += [(build_attention_bwd_dkdv, tiled("dkdv", WITH_DK=needs_dk, WITH_DV=needs_dv))]
     if needs_dq:
         wanted += [(build_attention_bwd_dq, tiled("dq"))]
     return wanted
+
+
+class Forward:
+    """What forwards with tensors of the same dtypes, shapes and strides have in common."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+    ) -> None:
+        (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
+        out, lse = empty_outputs(q)
+        self.out, self.lse = Empty.like(out), Empty.like(lse)
+        self.reads_in_place = _is_in_place(q, k, v, out)
+        build, key = _fwd_request(D, q.dtype, q.device, is_causal, Skv >= MANY_KEYS)
+        wanted = tuple(t.requires_grad for t in (q, k, v))
+
+        def soon():
+            return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
+
+        self.kernel = get_kernel(build, q.device, soon=soon, **key)
+        self.is_counted = False
+        self.numbers: tuple = (Hq // Hkv, exponent_scale(scale, key["dtype"]))
+        if build is build_attention_fwd_hopper:
+            num_blocks = multiprocessors(q.device)
+            self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > num_blocks
+            self.numbers = (0, *self.numbers, num_blocks)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.out.make(), self.lse.make()
+        if self.reads_in_place:
+            self._launch(q, k, v, out, lse)
+            return out, lse
+        out_rows = _as_rows(out, keep=False)
+        self._launch(_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
+        _bring_back(out_rows, out)
+        return out, lse
+
+    def _launch(self, q, k, v, out, lse) -> None:
+        if self.is_counted:
+            # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
+            taken = lse.new_zeros(1, dtype=torch.int32)
+            self.kernel(q, k, v, out, lse, taken.data_ptr(), *self.numbers[1:])
+        else:
+            self.kernel(q, k, v, out, lse, *self.numbers)
 
 
 def _fwd(
@@ -184,30 +243,101 @@ def _fwd(
     if not q.is_cuda and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
-    out, lse = empty_outputs(q)
-    if q.numel() == 0:
-        return out, lse
-    if k.numel() == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
-    out_rows = _as_rows(out, keep=False)
-    wanted = tuple(t.requires_grad for t in (q, k, v))
-    build, key = _fwd_request(q.shape[3], q.dtype, q.device, is_causal, k.shape[2] >= MANY_KEYS)
-    tensors = (_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
-    factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]))
+    key = (
+        "tilelang fwd", q.dtype, k.dtype, v.dtype, q.device, is_causal, scale,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0,
+    )  # fmt: skip
+    forward = remembered(key)
+    if forward is None:
+        if q.numel() == 0 or k.numel() == 0:
+            out, lse = empty_outputs(q)
+            return out.zero_(), lse.fill_(float("-inf"))
+        forward = remember(key, Forward(q, k, v, is_causal, scale))
+    return forward(q, k, v)
 
-    def soon():
-        return _soon_requests(q.shape[3], q.dtype, q.device, is_causal, wanted)
 
-    kernel = get_kernel(build, q.device, soon=soon, **key)
-    if build is build_attention_fwd_hopper:
-        # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
-        taken = lse.new_zeros(1, dtype=torch.int32)
-        kernel(*tensors, taken, *factors, multiprocessors(q.device))
-    else:
-        kernel(*tensors, *factors)
-    if out_rows is not out and out_rows.data_ptr() != out.data_ptr():
-        out.copy_(out_rows)
-    return out, lse
+class Backward:
+    """What backwards with tensors of the same dtypes, shapes and strides have in common."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+        needs: list[bool],
+        into: Sequence[torch.Tensor] | None,
+    ) -> None:
+        (B, Hq, Sq, D), (Hkv, Skv), device = q.shape, k.shape[1:3], q.device
+        grads = empty_grads(q, k, v, needs) if into is None else into
+        self.grads = [Empty.like(grad) for grad in grads]
+        self.needs = tuple(needs)
+        written = [grad for grad, needed in zip(grads, needs, strict=True) if needed]
+        self.is_in_place = _is_in_place(q, k, v, out, dout, *written)
+        requests = _bwd_requests(D, q.dtype, device, is_causal, dlse is not None, self.needs)
+        names = [build for build, _ in requests]
+        kernels = dict(zip(names, get_kernels(device, requests), strict=True))
+        self.make_stats = kernels[build_attention_bwd_stats]
+        self.dkdv = kernels.get(build_attention_bwd_dkdv)
+        self.dq = kernels.get(build_attention_bwd_dq)
+        self.hopper = kernels.get(build_attention_bwd_hopper)
+        self.convert = kernels.get(build_attention_bwd_convert)
+
+        key = requests[0][1]
+        self.numbers = (Hq // Hkv, exponent_scale(scale, key["dtype"]), scale)
+        self.num_empty = max(Sq - Skv, 0) if is_causal else 0
+        num_tiles = B * Hq * -(-Sq * key["HEAD_DIM"] // DQ_TILE)
+        S = -(-Sq // STATS_TILE) * STATS_TILE
+
+        self.stats = Empty.contiguous((B, Hq, 2, S), torch.float32, device)
+        self.dq_sum = Empty.contiguous((num_tiles, DQ_TILE), torch.float32, device)
+        self.turns = Empty.contiguous((num_tiles,), torch.int32, device)
+
+    def __call__(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        into: Sequence[torch.Tensor] | None,
+    ) -> Sequence[torch.Tensor]:
+        grads = tuple([grad.make() for grad in self.grads]) if into is None else into
+        if self.is_in_place:
+            self._launch(dout, dlse, q, k, v, out, lse, *grads)
+            return grads
+        rows = [
+            _as_rows(grad, keep=False) if needed else grad
+            for grad, needed in zip(grads, self.needs, strict=True)
+        ]
+        inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(out))
+        self._launch(_as_rows(dout), dlse, *inputs, lse, *rows)
+        for row, grad in zip(rows, grads, strict=True):
+            _bring_back(row, grad)
+        return grads
+
+    def _launch(self, dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
+        """Fills those of dq, dk and dv that are needed."""
+        stats = self.stats.make()
+        if self.hopper is not None and self.convert is not None:
+            dq_sum, turns = self.dq_sum.make(), self.turns.make()
+            self.make_stats(out, dout, lse, lse if dlse is None else dlse, stats, turns)
+            self.hopper(q, k, v, dout, stats, dk, dv, dq_sum, turns, *self.numbers)
+            self.convert(dq, dq_sum, self.num_empty, self.numbers[2])
+            return
+        self.make_stats(out, dout, lse, lse if dlse is None else dlse, stats)
+        inputs, (_, needs_dk, needs_dv) = (q, k, v, dout, stats), self.needs
+        if self.dkdv is not None:
+            self.dkdv(*inputs, dk if needs_dk else dv, dv if needs_dv else dk, *self.numbers)
+        if self.dq is not None:
+            self.dq(*inputs, dq, *self.numbers)
 
 
 def _bwd(
@@ -228,45 +358,24 @@ def _bwd(
         dout, q32, k32, v32, out = (t.float() for t in (dout, q, k, v, out))
         grads = _bwd(dout, dlse, q32, k32, v32, out, lse, is_causal, scale, needs)
         return tuple(grad.to(q.dtype) for grad in grads)
-    grads = empty_grads(q, k, v, needs) if into is None else into
-    if q.numel() == 0 or k.numel() == 0:
-        return tuple(grad.zero_() for grad in grads)
-    rows = [
-        _as_rows(grad, keep=False) if needed else grad
-        for grad, needed in zip(grads, needs, strict=True)
-    ]
-    _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, *rows)
-    for grad, row in zip(grads, rows, strict=True):
-        if row is not grad and row.data_ptr() != grad.data_ptr():
-            grad.copy_(row)
-    return grads
-
-
-def _launch_bwd(dout, dlse, q, k, v, out, lse, is_causal, scale, needs, dq, dk, dv) -> None:
-    """Fills those of dq, dk and dv that are needed; nothing here is empty."""
-    Sq, D = q.shape[2:]
-    wanted = _bwd_requests(D, q.dtype, q.device, is_causal, dlse is not None, tuple(needs))
-    kernels = dict(zip((build for build, _ in wanted), get_kernels(q.device, wanted), strict=True))
-    key = wanted[0][1]
-    stats = lse.new_empty((*lse.shape[:2], 2, -(-Sq // STATS_TILE) * STATS_TILE))
-    inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(dout), stats)
-    factors = (q.shape[1] // k.shape[1], exponent_scale(scale, key["dtype"]), scale)
-
-    kernels[build_attention_bwd_stats](
-        _as_rows(out), inputs[3], lse, lse if dlse is None else dlse, stats
-    )
-    if hopper := kernels.get(build_attention_bwd_hopper):
-        # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
-        num_tiles = q.shape[0] * q.shape[1] * -(-Sq * key["HEAD_DIM"] // DQ_TILE)
-        dq_sum = stats.new_empty((num_tiles, DQ_TILE))
-        turns = stats.new_zeros(num_tiles, dtype=torch.int32)
-        hopper(*inputs, dk, dv, dq_sum, turns, *factors)
-        num_empty = max(Sq - k.shape[2], 0) if is_causal else 0
-        kernels[build_attention_bwd_convert](dq, dq_sum, num_empty, scale)
-    if dkdv := kernels.get(build_attention_bwd_dkdv):
-        dkdv(*inputs, dk if needs[1] else dv, dv if needs[2] else dk, *factors)
-    if portable_dq := kernels.get(build_attention_bwd_dq):
-        portable_dq(*inputs, dq, *factors)
+    written = () if into is None else into
+    bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+    for grad in written:
+        bits |= grad.data_ptr()
+    key = (
+        "tilelang bwd", q.dtype, k.dtype, v.dtype, dout.dtype, out.dtype, q.device, is_causal,
+        scale, *needs, dlse is None, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        dout.stride(), out.stride(), *[(grad.dtype, grad.stride()) for grad in written],
+        bits % ALIGNMENT == 0,
+    )  # fmt: skip
+    backward = remembered(key)
+    if backward is None:
+        if q.numel() == 0 or k.numel() == 0:
+            grads = empty_grads(q, k, v, needs) if into is None else into
+            return tuple(grad.zero_() for grad in grads)
+        made = Backward(dout, dlse, q, k, v, out, is_causal, scale, needs, into)
+        backward = remember(key, made)
+    return backward(dout, dlse, q, k, v, out, lse, into)
 
 
 _attention = define_attention("tilelang", _fwd, _bwd)

@@ -61,6 +61,12 @@ PART = 8  # columns. Of every 8 of wgmma's results in a row a thread has two nei
 EARLY_PARTS = 4  # that are exponentiated before the other product is awaited
 L2_BYTES = 2**25  # of keys and values that blocks at work at once should share
 
+HELPERS = r"""
+__device__ __forceinline__ int take_one(long long counter) {
+  return atomicAdd(reinterpret_cast<int *>(counter), 1);
+}
+"""
+
 
 def build_attention_fwd_hopper(
     lang: Language,
@@ -76,8 +82,9 @@ def build_attention_fwd_hopper(
     """Arguments and results as in `build_attention_fwd`, for 16-bit inputs whose rows TMA can
     fetch. `threads` are those of the consumers, 128 for every 64 queries.
 
-    The kernel takes two more arguments: `taken`, an int32 0 that no other call uses meanwhile, to
-    count the tiles that blocks took; and how many multiprocessors there are.
+    The kernel takes two more arguments: `taken`, the address of an int32 0 that no other call uses
+    meanwhile, to count the tiles that blocks took, or 0 where there are no more tiles than
+    multiprocessors; and how many of those there are.
     """
     import tilelang.language as T
 
@@ -242,7 +249,7 @@ def build_attention_fwd_hopper(
         v: tensor("v", Bv, Hv, Skv),
         out: tensor("out", B, Hq, Sq),
         lse: row_tensor("lse", B, Hq, Sq),
-        taken: T.Tensor((1,), "int32"),
+        taken: T.int64,  # a number is handed over sooner than a tensor
         group: T.int32,
         qk_scale: T.float32,
         multiprocessors: T.int32,
@@ -259,6 +266,7 @@ def build_attention_fwd_hopper(
         tiles = B * Hq * num_m
         blocks = T.min(tiles, multiprocessors)
         with T.Kernel(blocks, threads=threads + WARPGROUP) as block:
+            T.import_source(HELPERS)
             q_tile = T.alloc_shared((q_stages, BLOCK_M, HEAD_DIM), dtype)
             k_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
@@ -319,9 +327,11 @@ def build_attention_fwd_hopper(
                         v_place = (T.min(batch, Bv - 1), T.min(kv_head, Hv - 1))
                         start = (num_n - 1) * BLOCK_N
                         load(k, k_tile, k_full, k_free, done, *k_place, start)
-                        if T.shuffle_elect(32):
-                            tile = blocks + T.atomic_add(taken[0], 1, return_prev=True)
-                        tile = T.shfl_sync(tile, 0)
+                        tile = tiles
+                        if tiles > blocks:
+                            if T.shuffle_elect(32):
+                                tile = blocks + T.call_extern("int32", "take_one", taken)
+                            tile = T.shfl_sync(tile, 0)
                         for n in T.serial(num_n):
                             v_start = (num_n - 1 - n) * BLOCK_N
                             if n + 1 < num_n:  # keys are needed before the values of the last ones

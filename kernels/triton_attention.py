@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
+from minitx.kernels.kept import Empty
 from minitx.kernels.triton_attention_bwd import prepare_bwd
 from minitx.kernels.triton_attention_tiles import (
     fwd_tiles,
@@ -173,17 +174,20 @@ def _fwd(
     if IS_INTERPRETED and q.dtype != torch.float32:
         out, lse = _fwd(q.float(), k.float(), v.float(), is_causal, scale)
         return out.to(q.dtype), lse
-    out, lse = empty_outputs(q)
-    if q.numel() == 0:
-        return out, lse
     # All that the choice of kernel, its tiles and its arguments depend on.
     key = (
-        "attention fwd", q.dtype, q.device, is_causal, scale, q.shape, k.shape,
-        q.stride(), k.stride(), v.stride(), is_aligned(q, k, v),
+        "attention fwd", q.dtype, k.dtype, v.dtype, q.device, is_causal, scale,
+        q.shape, k.shape, q.stride(), k.stride(), v.stride(), is_aligned(q, k, v),
     )  # fmt: skip
-    launch = remembered(key)
-    if launch is None:
-        launch = remember(key, _fwd_launch(q, k, v, out, is_causal, scale))
+    forward = remembered(key)
+    if forward is None:
+        out, lse = empty_outputs(q)
+        if q.numel() == 0:
+            return out, lse
+        launch = _fwd_launch(q, k, v, out, is_causal, scale)
+        forward = remember(key, (launch, Empty.like(out), Empty.like(lse)))
+    launch, out_like, lse_like = forward
+    out, lse = out_like.make(), lse_like.make()
     launch(q, k, v, out, lse)
     return out, lse
 
@@ -256,9 +260,9 @@ def _bwd(
     if not any(needs):
         return grads
     key = (
-        "attention bwd", q.dtype, dout.dtype, q.device, is_causal, scale, *needs, q.shape, k.shape,
-        q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), *[grad.stride() for grad in grads],
+        "attention bwd", q.dtype, k.dtype, v.dtype, dout.dtype, out.dtype, lse.dtype, q.device,
+        is_causal, scale, *needs, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+        None if dlse is None else (dlse.dtype, dlse.stride()), *[grad.stride() for grad in grads],
         is_aligned(q, k, v, out, dout, *grads),
     )  # fmt: skip
     wanted = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]

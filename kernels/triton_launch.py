@@ -23,28 +23,19 @@ import torch
 import triton
 from triton import knobs
 
+from minitx.kernels import kept
+from minitx.kernels.kept import remembered
 from minitx.kernels.triton_runtime import IS_INTERPRETED, launching_on
 
 RUN_RELEASES = ("3.6", "3.8", "3.9")  # those whose source was read for it
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses that are multiples of it
-MAX_REMEMBERED = 4096  # of some KiB each; many more than a model has shapes
 
-_remembered: dict[tuple, Any] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a PyTorch for GPUs has it
-
-
-def remembered(key: tuple) -> Any:
-    """What was remembered under the key, or None."""
-    return _remembered.get(key)
 
 
 def remember(key: tuple, launch: Any) -> Any:
     """Keeps a launch, or what makes several, and returns it."""
-    if not IS_INTERPRETED:
-        if len(_remembered) >= MAX_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = launch
-    return launch
+    return launch if IS_INTERPRETED else kept.remember(key, launch)
 
 
 class Launch:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_contract import KERNELS
 
-from minitx.kernels import supports
+from minitx.kernels import kept, supports
 
 pytest_plugins = ["contract_csv", "pytester"]  # --contract-csv, and what tests it
 
@@ -61,9 +61,17 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not write stays NaN."""
 
     def poisoned(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(math.nan)
+        def make_poisoned(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(math.nan if t.is_floating_point() else 77)
 
-    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        return make_poisoned
+
+    for owner, name in (
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+        (kept.Empty, "make"),
+    ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
@@ -94,8 +102,5 @@ class _Forgetful(dict):
 
 @pytest.fixture
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a Triton kernel chooses its tiles and flags anew: for tests that replace the
-    choice."""
-    from minitx.kernels import triton_launch
-
-    monkeypatch.setattr(triton_launch, "_remembered", _Forgetful())
+    """Each call of a kernel chooses its tiles and flags anew: for tests that replace the choice."""
+    monkeypatch.setattr(kept, "_remembered", _Forgetful())

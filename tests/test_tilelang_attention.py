@@ -158,19 +158,11 @@ def test_nothing_past_the_ends_is_seen(device, is_causal):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
-def test_no_buffer_is_read_before_it_is_written(device, monkeypatch):
+def test_no_buffer_is_read_before_it_is_written(device, request):
     q, k, v = make_qkv(2, 4, 2, 41, 57, 16, device=device)
     dout = torch.ones_like(q)
     expected = run_attention("tilelang", q, k, v, dout, is_causal=True)
-
-    def poisoned(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)
-
-    for owner, name in (
-        (torch, "empty_like"),
-        (torch.Tensor, "new_empty"),
-    ):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    request.getfixturevalue("poisoned_memory")
     actual = run_attention("tilelang", q, k, v, dout, is_causal=True)
     for name in RESULTS:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
@@ -323,7 +315,9 @@ def test_every_tile_on_the_gpu(dtype, D, is_causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "is_causal"), [(64, True), (64, False), (128, True), (256, True)])
-def test_the_kernels_of_other_gpus_are_right_here_too(monkeypatch, D, is_causal):
+def test_the_kernels_of_other_gpus_are_right_here_too(
+    monkeypatch, nothing_remembered, D, is_causal
+):
     def tiles(name, D, dtype, device):
         return GPU_TILES[name][D]
 

@@ -51,7 +51,7 @@ def on_hopper(test):
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[str]:
+def launched(monkeypatch, nothing_remembered) -> list[str]:
     """The kernels that a backward launches."""
     names = []
     get_kernels = tilelang_attention.get_kernels

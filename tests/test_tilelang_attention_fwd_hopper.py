@@ -45,7 +45,7 @@ def on_hopper(test):
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list:
+def launched(monkeypatch, nothing_remembered) -> list:
     """The builders of the kernels that are launched."""
     builders = []
     get_kernel = tilelang_attention.get_kernel

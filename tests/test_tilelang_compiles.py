@@ -26,7 +26,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
-def test_only_the_kernels_asked_for_are_launched(device, monkeypatch, needs):
+def test_only_the_kernels_asked_for_are_launched(device, monkeypatch, nothing_remembered, needs):
     launched = []
     get_kernels = tilelang_attention.get_kernels
 
@@ -149,7 +149,7 @@ def test_one_compile_for_all_lengths_batches_heads_and_strides(device):
 
 
 @pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
-def test_threads_on_a_cold_cache(device, monkeypatch):
+def test_threads_on_a_cold_cache(device, monkeypatch, nothing_remembered):
     monkeypatch.setattr(tilelang_runtime, "_kernels", {})
     q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=device)
     dout = torch.ones_like(q)

@@ -19,7 +19,7 @@ if not _support.ok:
 
 from triton import knobs  # noqa: E402
 
-from minitx.kernels import triton_attention, triton_launch  # noqa: E402
+from minitx.kernels import kept, triton_attention, triton_launch  # noqa: E402
 from minitx.kernels.triton_launch import Launch, remember, remembered  # noqa: E402
 from minitx.testing import make_qkv  # noqa: E402
 
@@ -149,7 +149,7 @@ def test_what_is_remembered_of_attention_keeps_no_tensor_alive(remembering):
     attention_results("triton", **calls["nothing"])
     references = [weakref.ref(calls["nothing"][name]) for name in "qkv"]
     calls.clear()
-    assert triton_launch._remembered
+    assert kept._remembered
     assert [reference() for reference in references] == [None] * 3
 
 
@@ -216,14 +216,14 @@ def test_an_unknown_triton_goes_its_own_way(kernel, monkeypatch):
 
 
 def test_not_more_is_remembered_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(triton_launch, "_remembered", {})
-    monkeypatch.setattr(triton_launch, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(kept, "_remembered", {})
+    monkeypatch.setattr(kept, "MAX_REMEMBERED", 3)
     monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
     for n in range(10):
         assert remembered((n,)) is None
         assert remember((n,), str(n)) == str(n)
         assert remembered((n,)) == str(n)
-        assert len(triton_launch._remembered) <= 3
+        assert len(kept._remembered) <= 3
     monkeypatch.setattr(triton_launch, "IS_INTERPRETED", True)  # where tiles depend on more
     assert remember(("new",), "launch") == "launch"
     assert remembered(("new",)) is None
@@ -235,7 +235,7 @@ def test_not_more_is_remembered_than_there_is_room_for(monkeypatch):
 @pytest.fixture
 def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter too, where a launch told apart too little has the wrong strides."""
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(kept, "_remembered", {})
     monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
 
 
@@ -289,9 +289,9 @@ def test_calls_of_attention_that_differ_are_told_apart(remembering):
         expected = attention_results("reference", **call)
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
-    kept = len(triton_launch._remembered)
+    number = len(kept._remembered)
     attention_results("triton", **calls["nothing"])
-    assert len(triton_launch._remembered) == kept > len(calls)
+    assert len(kept._remembered) == number > len(calls)
 
 
 def test_gradients_that_lie_otherwise_are_told_apart(remembering, monkeypatch):
