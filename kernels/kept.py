@@ -58,8 +58,7 @@ class Empty(NamedTuple):
     def make(self) -> torch.Tensor:
         """Only for kernels, which run where nothing looks on: past PyTorch's dispatcher."""
         shape, strides, dtype, device = self
-        # A CPU has no index.
-        if device.index is not None and _empty_strided_cuda is not None:
-            if device.index == torch.cuda.current_device():
-                return _empty_strided_cuda(shape, strides, dtype)
+        is_cuda = device.index is not None  # a CPU has none
+        if is_cuda and _empty_strided_cuda and device.index == torch.cuda.current_device():
+            return _empty_strided_cuda(shape, strides, dtype)
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """Builders of what runs before and after the backward for Hopper: row by row, at a copy's speed.
 
 Before it `build_attention_bwd_prepare` makes the statistics that the portable kernels take too
-(`build_attention_bwd_stats`), and sets the turns to 0; after it `build_attention_bwd_convert` rounds
-the sums of dq. Both move tiles of as many elements as one of dq_sum has, and are as fast as memory:
-what they ask for is asked for at once.
+(`build_attention_bwd_stats`), and sets the turns to 0; after it `build_attention_bwd_convert`
+rounds the sums of dq. Memory is all that either waits for: a block has a tile of as many elements
+as those of dq_sum, and asks for all of it at once.
 """
 
 from typing import Any

@@ -261,7 +261,8 @@ def _bwd(
         return grads
     key = (
         "attention bwd", q.dtype, k.dtype, v.dtype, dout.dtype, out.dtype, lse.dtype, q.device,
-        is_causal, scale, *needs, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+        is_causal, scale, *needs, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        out.stride(), dout.stride(),
         None if dlse is None else (dlse.dtype, dlse.stride()), *[grad.stride() for grad in grads],
         is_aligned(q, k, v, out, dout, *grads),
     )  # fmt: skip

@@ -24,13 +24,13 @@ import triton
 from triton import knobs
 
 from minitx.kernels import kept
-from minitx.kernels.kept import remembered
 from minitx.kernels.triton_runtime import IS_INTERPRETED, launching_on
 
 RUN_RELEASES = ("3.6", "3.8", "3.9")  # those whose source was read for it
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses that are multiples of it
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a PyTorch for GPUs has it
+remembered = kept.remembered
 
 
 def remember(key: tuple, launch: Any) -> Any:

@@ -16,7 +16,7 @@ from attention_contract import INF, NAN, PYTORCH_KERNELS, check_pytorch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from minitx.kernels import attention
+from minitx.kernels import attention, kept
 from minitx.testing import (
     AttentionResult,
     error_budget,

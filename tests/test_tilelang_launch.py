@@ -1,0 +1,251 @@
+"""TileLang attention launched again: what is kept for it, and what is told apart."""
+
+import itertools
+import shutil
+import weakref
+
+import pytest
+import torch
+
+from minitx.kernels import attention, kept, supports
+from minitx.kernels.kept import Empty
+from minitx.testing import check_attention, make_qkv
+
+_probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+_support = supports("tilelang", _probe, _probe, _probe)
+if not _support.ok:
+    pytest.skip(_support.reason, allow_module_level=True)
+
+from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
+from minitx.kernels.tilelang_attention_bwd_hopper import place_in_tile  # noqa: E402
+from minitx.kernels.tilelang_attention_bwd_rows import (  # noqa: E402
+    build_attention_bwd_prepare,
+    element_at,
+)
+from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    choose_hopper_fwd_tiles,
+    multiprocessors,
+    takes_hopper_kernels,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_yet(monkeypatch) -> None:
+    monkeypatch.setattr(kept, "_remembered", {})
+
+
+def other_strides(t: torch.Tensor) -> torch.Tensor:
+    """t's values, with its last dim the outermost in memory."""
+    return t.detach().movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    """t's values and strides, at an address that is no multiple of 16 bytes."""
+    memory = t.new_empty(t.numel() + 1)[1:].view(t.shape)
+    assert memory.data_ptr() % 16 == t.element_size()
+    return memory.copy_(t)
+
+
+def run(kernel, q, k, v, dout, dlse, needs, **settings) -> list[torch.Tensor]:
+    """out, lse, and the gradients that are needed."""
+    leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
+    out, lse = attention(*leaves, kernel=kernel, return_lse=True, **settings)
+    results, grads = ((out, lse), (dout, dlse)) if dlse is not None else ((out,), (dout,))
+    wanted = [t for t in leaves if t.requires_grad]
+    return [out, lse, *torch.autograd.grad(results, wanted, grads)]
+
+
+def calls(device: str) -> dict[str, dict]:
+    """By what they differ in from the first: the arguments of `run`."""
+    # Cut out of longer ones, so that their lengths can change and their strides stay.
+    long_q, long_k, long_v = make_qkv(2, 2, 1, 12, 12, 16, device=device)
+    q, k, v = long_q[:, :, :8], long_k[:, :, :8], long_v[:, :, :8]
+    dout, dlse = torch.randn(2, 2, 8, 16, device=device), torch.randn(2, 2, 8, device=device)
+    first = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "needs": (True, True, True)}
+    others: dict[str, dict] = {
+        "q's strides": {"q": other_strides(q)},
+        "k's strides": {"k": other_strides(k)},
+        "v's strides": {"v": other_strides(v)},
+        "keys that are repeated": {"k": k[:1].expand_as(k)},
+        "values that are repeated": {"v": v[:1].expand_as(v)},
+        "dout's strides": {"dout": other_strides(dout)},
+        "q's address": {"q": shifted(q)},
+        "k's address": {"k": shifted(k)},
+        "v's address": {"v": shifted(v)},
+        "dout's address": {"dout": shifted(dout)},
+        "dlse": {"dlse": None},
+        "Skv": {"k": long_k, "v": long_v},
+        "Hkv": {"k": k.repeat(1, 2, 1, 1), "v": v.repeat(1, 2, 1, 1)},
+        "D": {"q": q[..., :12], "k": k[..., :12], "v": v[..., :12], "dout": dout[..., :12]},
+        "scale": {"scale": 0.7},
+        "no causal rule": {"is_causal": False},
+        "no dq": {"needs": (False, True, True)},
+        "no dk": {"needs": (True, False, True)},
+        "no dv": {"needs": (True, True, False)},
+        "Sq": {"q": q[:, :, :5], "dout": dout[:, :, :5], "dlse": dlse[..., :5]},
+        "B": {
+            "q": q[:1], "k": k[:1], "v": v[:1], "dout": dout[:1], "dlse": dlse[:1]
+        },
+    }  # fmt: skip
+    return {name: first | other for name, other in ({"nothing": {}} | others).items()}
+
+
+def test_calls_that_differ_are_told_apart(device):
+    examples = calls(device)
+    for name, call in examples.items():
+        before = set(kept._remembered)
+        actual = run("tilelang", **call)
+        # A forward and a backward; fewer if it took what another call left.
+        is_same_forward = name.startswith(("dout", "dlse", "no d"))
+        assert len(set(kept._remembered) - before) == (1 if is_same_forward else 2), name
+        expected = run("reference", **call)
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+        again = run("tilelang", **call)
+        assert all(torch.equal(a, b) for a, b in zip(again, actual, strict=True)), name
+    number = len(kept._remembered)
+    run("tilelang", **examples["nothing"])
+    assert len(kept._remembered) == number
+
+
+def test_results_lie_as_they_should_again_and_again(device):
+    for name, call in calls(device).items():
+        if not all(call["needs"]):
+            continue
+        inputs = [call[n] for n in "qkv"]
+        lse = torch.empty(inputs[0].shape[:3])
+        want = [torch.empty_like(t).stride() for t in (inputs[0], lse, *inputs)]
+        for _ in range(2):
+            assert [t.stride() for t in run("tilelang", **call)] == want, name
+
+
+def test_another_dtype_is_refused_again_and_again(device):
+    """By the ops: attention() itself refuses before. q's decides, and on a CPU all become float32
+    if it is another."""
+    q, k, v = make_qkv(1, 2, 2, 8, 8, 16, device=device)
+    out, lse = attention(q, k, v, kernel="tilelang", return_lse=True)
+    ops, rest = torch.ops.minitx, (True, 0.25)
+    arguments = {"dout": out, "dlse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    ops.tilelang_attention_bwd(*arguments.values(), *rest, [True] * 3)
+    for name in (name for name in arguments if name != "q"):
+        wrong = arguments | {name: arguments[name].double()}
+        for _ in range(2):
+            if name in "kv":
+                with pytest.raises((RuntimeError, ValueError), match="dtype"):
+                    ops.tilelang_attention_fwd(wrong["q"], wrong["k"], wrong["v"], *rest)
+            with pytest.raises((RuntimeError, ValueError), match="dtype"):
+                ops.tilelang_attention_bwd(*wrong.values(), *rest, [True] * 3)
+
+
+def test_gradients_that_lie_otherwise_are_told_apart(device):
+    call = calls(device)["nothing"]
+    inputs = [call[name] for name in "qkv"]
+    out, lse = attention(*inputs, kernel="tilelang", scale=0.25, return_lse=True)
+    rest = (call["dout"], None, *inputs, out, lse, True, 0.25, [True] * 3)
+    expected = tilelang_attention._bwd(*rest)
+    for into in (
+        [other_strides(t) for t in inputs],
+        [shifted(t.contiguous()) for t in inputs],
+    ):
+        results = tilelang_attention._bwd(*rest, into)
+        for result, place, want in zip(results, into, expected, strict=True):
+            assert result is place
+            assert torch.equal(result, want)
+
+
+def test_what_is_kept_keeps_no_tensor_alive(device):
+    examples = calls(device)
+    run("tilelang", **examples["nothing"])
+    references = [weakref.ref(examples["nothing"][name]) for name in ("q", "k", "v", "dout")]
+    examples.clear()
+    assert kept._remembered
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_a_kernel_that_does_not_compile_is_asked_for_again(device, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    q, k, v = make_qkv(1, 2, 2, 8, 8, 16, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(tilelang_attention, "get_kernel", fail)
+        with pytest.raises(RuntimeError, match="no compiler"):
+            attention(q, k, v, kernel="tilelang")
+    assert attention(q, k, v, kernel="tilelang").isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), (2, 1, 3), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_an_empty_tensor_is_as_it_was_asked_for(device, shape, dtype):
+    want = torch.empty(shape, dtype=dtype, device=device)
+    wanted = [want, want.mT] if want.dim() > 1 else [want]
+    made = [Empty.like(t).make() for t in wanted]
+    made.append(Empty.contiguous(shape, dtype, want.device).make())
+    for got, t in zip(made, [*wanted, want], strict=True):
+        assert (got.shape, got.stride()) == (t.shape, t.stride())
+        assert (got.dtype, got.device) == (t.dtype, t.device)
+
+
+@pytest.mark.two_gpus
+def test_an_empty_tensor_lies_on_its_own_device():
+    for index, current in itertools.product(range(2), repeat=2):
+        with torch.cuda.device(current):
+            t = Empty.contiguous((3, 4), torch.float32, torch.device("cuda", index)).make()
+        assert t.device.index == index
+
+
+# The counter that blocks of the forward for Hopper take tiles by
+
+
+def test_a_counter_is_made_where_there_are_more_tiles_than_multiprocessors(monkeypatch):
+    launches = []
+    monkeypatch.setattr(
+        tilelang_attention, "get_kernel", lambda *args, **key: lambda *args: launches.append(args)
+    )
+    monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention, "multiprocessors", lambda _: 4)
+    tilelang_attention._fwd_request.cache_clear()
+    BLOCK_M = choose_hopper_fwd_tiles(64, has_many_keys=False).BLOCK_M
+    try:
+        for Hq, Sq in ((4, BLOCK_M), (2, BLOCK_M + 1), (4, BLOCK_M + 1), (5, 1)):
+            q, k, v = make_qkv(1, Hq, 1, Sq, 8, 64, device="cpu")
+            tilelang_attention._fwd(q, k, v, True, 0.125)
+    finally:
+        tilelang_attention._fwd_request.cache_clear()
+    counters = [args[5] for args in launches]
+    assert counters[:2] == [0, 0]
+    assert all(counters[2:])
+    assert [args[6] for args in launches] == [4, 2, 4, 5]
+    assert [args[8] for args in launches] == [4] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_as_many_tiles_as_multiprocessors_and_one_more(D):
+    if not takes_hopper_kernels(torch.bfloat16, torch.device("cuda", 0)):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    num_blocks = multiprocessors(torch.device("cuda", 0))
+    for heads in (num_blocks - 1, num_blocks, num_blocks + 1):
+        q, k, v = make_qkv(1, heads, heads, 70, 70, D, device="cuda", dtype=torch.bfloat16)
+        check_attention("tilelang", q, k, v, is_causal=True)
+
+
+# What runs before and after the backward for Hopper
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_places_in_a_tile_and_elements_are_inverse(D):
+    assert [place_in_tile(*element_at(index, D)) for index in range(8192)] == list(range(8192))
+
+
+def test_both_tiles_are_asked_for_before_either_is_awaited():
+    # Compiled, not run: no GPU is needed, but nvcc.
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    target = tilelang_runtime.Target("cuda", "sm_90a")
+    key = {"dtype": "bfloat16", "HEAD_DIM": 128, "WITH_DLSE": True}
+    kernel = tilelang_runtime.compile_kernel(build_attention_bwd_prepare, target, **key)
+    before, _, after = kernel.source.partition(".wait(0)")
+    assert before.count("tma_load(") == 2
+    assert ".wait(" not in after
+    assert "turns[" in before
