@@ -281,12 +281,7 @@ class Backward:
         self.is_in_place = _is_in_place(q, k, v, out, dout, *written)
         requests = _bwd_requests(D, q.dtype, device, is_causal, dlse is not None, self.needs)
         names = [build for build, _ in requests]
-        kernels = dict(zip(names, get_kernels(device, requests), strict=True))
-        self.make_stats = kernels[build_attention_bwd_stats]
-        self.dkdv = kernels.get(build_attention_bwd_dkdv)
-        self.dq = kernels.get(build_attention_bwd_dq)
-        self.hopper = kernels.get(build_attention_bwd_hopper)
-        self.convert = kernels.get(build_attention_bwd_convert)
+        self.kernels = dict(zip(names, get_kernels(device, requests), strict=True))
 
         key = requests[0][1]
         self.numbers = (Hq // Hkv, exponent_scale(scale, key["dtype"]), scale)
@@ -325,19 +320,20 @@ class Backward:
 
     def _launch(self, dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
         """Fills those of dq, dk and dv that are needed."""
-        stats = self.stats.make()
-        if self.hopper is not None and self.convert is not None:
+        kernels, stats = self.kernels, self.stats.make()
+        rows = (out, dout, lse, lse if dlse is None else dlse, stats)
+        if hopper := kernels.get(build_attention_bwd_hopper):
             dq_sum, turns = self.dq_sum.make(), self.turns.make()
-            self.make_stats(out, dout, lse, lse if dlse is None else dlse, stats, turns)
-            self.hopper(q, k, v, dout, stats, dk, dv, dq_sum, turns, *self.numbers)
-            self.convert(dq, dq_sum, self.num_empty, self.numbers[2])
+            kernels[build_attention_bwd_prepare](*rows, turns)
+            hopper(q, k, v, dout, stats, dk, dv, dq_sum, turns, *self.numbers)
+            kernels[build_attention_bwd_convert](dq, dq_sum, self.num_empty, self.numbers[2])
             return
-        self.make_stats(out, dout, lse, lse if dlse is None else dlse, stats)
+        kernels[build_attention_bwd_stats](*rows)
         inputs, (_, needs_dk, needs_dv) = (q, k, v, dout, stats), self.needs
-        if self.dkdv is not None:
-            self.dkdv(*inputs, dk if needs_dk else dv, dv if needs_dv else dk, *self.numbers)
-        if self.dq is not None:
-            self.dq(*inputs, dq, *self.numbers)
+        if dkdv := kernels.get(build_attention_bwd_dkdv):
+            dkdv(*inputs, dk if needs_dk else dv, dv if needs_dv else dk, *self.numbers)
+        if portable_dq := kernels.get(build_attention_bwd_dq):
+            portable_dq(*inputs, dq, *self.numbers)
 
 
 def _bwd(
