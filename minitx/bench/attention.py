@@ -3,6 +3,7 @@
     python -m minitx.bench attention --quick
     python -m minitx.bench attention --kernels triton,sdpa --groups 4 --seq_lens 1024,16384
     python -m minitx.bench attention --passes host
+    python -m minitx.bench attention --passes start --kernels triton,tilelang
     python -m minitx.bench attention --plot benchmarks/attention.csv
 
 Each result is first checked against float64 at its full length, then timed; kernels of one shape
@@ -26,6 +27,7 @@ from minitx.bench.attention_variants import (
     HOST_PASSES,
     KERNELS,
     OURS,
+    START_PASSES,
     TIMED_PASSES,
     Case,
     why_not,
@@ -56,6 +58,9 @@ QUICK_PASSES = ["forward", "backward", "host"]
 QUICK_BUDGET_MS = 45.0
 
 HOST = "host"  # on the command line, all HOST_PASSES in one
+START = "start"  # and all START_PASSES
+# Batch, tokens, heads and head dim of a first step: GPT-2's; on a CPU it would take minutes.
+START_SHAPE = {"cuda": (2, 1024, 12, 64), "cpu": (1, 50, 2, 32)}
 HOST_SEQ_LEN = 32  # with one head: microseconds on a GPU, and yet not what only decoding runs
 
 MOST_CRASHES = 2  # of one kernel, each of which costs a new process; then it is left out
@@ -76,9 +81,10 @@ class AttentionBenchConfig:
         heads: query heads; by default 2048 // head dim on a GPU.
         groups: query heads to one key head; any list.
         dtype: float32, float16 or bfloat16; by default bfloat16 on a GPU, float32 on a CPU.
-        passes: any of forward, backward, both, and host: what a call takes the host, on tensors so
-            small that nothing else counts, and within a CUDA graph; by default all, on a CPU
-            without host.
+        passes: any of forward, backward, both; host: what a call takes the host, on tensors so
+            small that nothing else counts, and within a CUDA graph; and start: seconds from the
+            start of a process to the end of its first forward and backward, with empty caches and
+            with full ones. By default all but start, on a CPU without host.
         is_causal: each query reads the keys up to its own position, or all.
         budget_ms: milliseconds of measuring a result; by default 100 on a GPU.
         quick: fewer lengths, kernels and passes and shorter timing, where those are not given.
@@ -110,12 +116,13 @@ class AttentionBenchConfig:
 
 
 def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
-    """Every shape, short ones first, then the tiny ones of the host's time. Raises ValueError."""
+    """Every shape, short ones first, then the tiny ones of the host's time, then the one of first
+    steps. Raises ValueError."""
     dtype = config.dtype or DTYPE[device]
     _known("--dtype", [dtype], tuple(DTYPES))
     default_passes = QUICK_PASSES if config.quick else [*TIMED_PASSES, HOST]
     passes = config.passes or [p for p in default_passes if p != HOST or device == "cuda"]
-    _known("--passes", passes, (*TIMED_PASSES, HOST))
+    _known("--passes", passes, (*TIMED_PASSES, HOST, START))
     quick_lens = QUICK_SEQ_LENS if device == "cuda" else SEQ_LENS["cpu"]
     seq_lens = config.seq_lens or (quick_lens if config.quick else SEQ_LENS[device])
     head_dims = config.head_dims or HEAD_DIMS[device]
@@ -156,6 +163,10 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
             Case(1, HOST_SEQ_LEN, 1, 1, head_dim, dtype, config.is_causal, device, HOST_PASSES)
             for head_dim in head_dims
         ]
+    if START in passes:
+        batch, seq_len, heads, head_dim = START_SHAPE[device]
+        shape = (batch, seq_len, heads, heads, head_dim)
+        cases.append(Case(*shape, dtype, config.is_causal, device, START_PASSES))
     return cases
 
 

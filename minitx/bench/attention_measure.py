@@ -2,8 +2,10 @@
 own."""
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from minitx.bench.attention_check import Truth
 from minitx.bench.attention_variants import (
     HOST_PASSES,
     PEERS,
+    START_PASSES,
     TIMED_PASSES,
     WITH_BACKWARD,
     Case,
@@ -20,6 +23,7 @@ from minitx.bench.attention_variants import (
     make_variant,
     why_not,
 )
+from minitx.bench.start import start_ms
 from minitx.metrics import is_out_of_memory
 
 MEASURED = (
@@ -34,7 +38,7 @@ MEASURED = (
     "max_error",
     "error_budget",
 )
-ALL_PASSES = (*TIMED_PASSES, *HOST_PASSES)
+ALL_PASSES = (*TIMED_PASSES, *HOST_PASSES, *START_PASSES)
 ROUNDS = 3
 # What a kernel, or its compiler, may raise for a case that it cannot do. Anything else ends the
 # process, and is told by the one that started it.
@@ -72,11 +76,12 @@ def measure_case(
             one.check(truth)
     del truth
     # Kernels take turns, so that a clock or temperature that drifts does so for all of them.
-    for _ in range(ROUNDS):
-        for kernel, one in measured.items():
-            if one.left():
-                send(("doing", kernel))
-                one.sample(budget_ms)
+    with tempfile.TemporaryDirectory() as caches:
+        for _ in range(ROUNDS):
+            for kernel, one in measured.items():
+                if one.left():
+                    send(("doing", kernel))
+                    one.sample(budget_ms, Path(caches, kernel))
     rows = [row for one in measured.values() for row in one.rows()]
     add_ratios(rows)
     return rows
@@ -163,14 +168,17 @@ class KernelOnCase:
             reason = f"wrong: {tensor} errs by {error:.2e}, its budget is {budget:.2e}"
             self.status |= dict.fromkeys(self.left(affected), reason)
 
-    def sample(self, budget_ms: float) -> None:
-        """Adds a round of runs to every pass that is left and has not had its time."""
+    def sample(self, budget_ms: float, caches: Path) -> None:
+        """Adds a round of runs to every pass that is left and has not had its time. caches: a
+        folder for those of the processes that START_PASSES start."""
         for name in self.left():
             if sum(self.samples[name]) < budget_ms:
                 with self.guarded([name]), self.variant.pinned():
-                    self.samples[name] += self._times(name, budget_ms / ROUNDS)
+                    self.samples[name] += self._times(name, budget_ms / ROUNDS, caches)
 
-    def _times(self, name: str, budget_ms: float) -> list[float]:
+    def _times(self, name: str, budget_ms: float, caches: Path) -> list[float]:
+        if name in START_PASSES:
+            return [start_ms(self.kernel, self.case, caches, is_warm=name == "warm start")]
         calls, device = Calls(self.variant, self.case), self.case.device
         match name:
             case "forward":

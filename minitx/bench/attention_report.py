@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from minitx.bench import _common as common
-from minitx.bench.attention_variants import HOST_PASSES, OURS
+from minitx.bench.attention_variants import HOST_PASSES, OURS, START_PASSES
 from minitx.plots import COLOURS
 
 CsvRow = dict[str, str]
@@ -58,6 +58,11 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"
 
 
+def is_speed(r: CsvRow) -> bool:
+    """Whether the row tells what the GPU does in a time, and not the time of the host alone."""
+    return r["pass"] not in (*HOST_PASSES, *START_PASSES)
+
+
 def speed_table(rows: Sequence[CsvRow]) -> tuple[list[str], list[list[str]]]:
     """Header and lines: kernels down, batch x length across, TFLOP/s; then this project's kernels
     as multiples of sdpa and of the fastest peer. `rows` are of one panel and pass."""
@@ -84,31 +89,40 @@ def speed_table(rows: Sequence[CsvRow]) -> tuple[list[str], list[list[str]]]:
     return ["", *(f"{batch}x{seq_len}" for batch, seq_len in shapes)], lines
 
 
-def host_table(rows: Sequence[CsvRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: kernels down, µs a call by pass across."""
+def call_table(
+    rows: Sequence[CsvRow], passes: Sequence[str], title: str, per_ms: float
+) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: kernels down, the time of a call by pass across, in units of which a
+    millisecond has per_ms."""
     cell = {(r["kernel"], r["pass"]): r for r in rows}
     lines = []
     for kernel in distinct(r["kernel"] for r in rows):
         texts = [kernel]
-        for name in HOST_PASSES:
+        for name in passes:
             r = cell[kernel, name]
             is_ok = r["status"] == "ok"
-            texts.append(f"{float(r['median_ms']) * 1e3:.1f}" if is_ok else short_status(r))
+            texts.append(f"{float(r['median_ms']) * per_ms:.1f}" if is_ok else short_status(r))
         lines.append(texts)
-    return ["µs a call", *HOST_PASSES], lines
+    return [title, *passes], lines
 
 
 def tables(rows: Sequence[CsvRow]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, header, lines) of every table that the rows hold."""
     found = []
-    timed = [r for r in rows if r["pass"] not in HOST_PASSES]
+    timed = [r for r in rows if is_speed(r)]
     for panel, name in distinct((panel_of(r), r["pass"]) for r in timed):
         chosen = [r for r in timed if (panel_of(r), r["pass"]) == (panel, name)]
         found.append((f"{name}, {panel_title(panel)}: TFLOP/s", *speed_table(chosen)))
     host = [r for r in rows if r["pass"] in HOST_PASSES]
     for head_dim in distinct(r["head_dim"] for r in host):
         title = f"Tiny tensors, D {head_dim}, so that the host's work is all that counts"
-        found.append((title, *host_table([r for r in host if r["head_dim"] == head_dim])))
+        chosen = [r for r in host if r["head_dim"] == head_dim]
+        found.append((title, *call_table(chosen, HOST_PASSES, "µs a call", 1e3)))
+    starts = [r for r in rows if r["pass"] in START_PASSES]
+    for panel in distinct(panel_of(r) for r in starts):
+        title = f"From the start of a process to the end of a first step, {panel_title(panel)}"
+        chosen = [r for r in starts if panel_of(r) == panel]
+        found.append((title, *call_table(chosen, START_PASSES, "s", 1e-3)))
     return found
 
 
@@ -128,7 +142,7 @@ def plot(csv_path: Path, png_path: Path) -> bool:
     Where only the host's time was measured there is nothing to draw: returns whether there was."""
     from matplotlib.figure import Figure
 
-    rows = [r for r in common.read_csv(csv_path) if r["pass"] not in HOST_PASSES]
+    rows = [r for r in common.read_csv(csv_path) if is_speed(r)]
     if not rows:
         return False
     panels = distinct(panel_of(r) for r in rows)

@@ -37,7 +37,9 @@ TIMED_PASSES = ("forward", "backward", "both")
 # Time of a call on tensors so small that only the host's work counts: a forward without gradients,
 # a forward and backward, and a forward within a CUDA graph.
 HOST_PASSES = ("host forward", "host both", "graph forward")
-WITH_BACKWARD = ("backward", "both", "host both")
+# Time until a new process has made a forward and backward: with empty caches, and with full ones.
+START_PASSES = ("cold start", "warm start")
+WITH_BACKWARD = ("backward", "both", "host both", *START_PASSES)
 
 
 @dataclass(frozen=True)
