@@ -151,13 +151,13 @@ def _soon_requests(
     is_causal: bool,
     needs: tuple[bool, ...],
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Builders and keys of what will be asked for after a first forward, at another length or in
-    its backward."""
+    """Builders and keys of what will be asked for after a first forward: in its backward, and at
+    another length."""
     if device.type == "cpu":  # where a compile keeps a core busy that the first one needs
         return []
     forwards = [_fwd_request(D, dtype, device, is_causal, many) for many in (False, True)]
     backwards = _bwd_requests(D, dtype, device, is_causal, False, needs) if any(needs) else []
-    return forwards + backwards
+    return backwards + forwards
 
 
 @functools.cache
@@ -179,8 +179,8 @@ def _bwd_requests(
     needs_dq, needs_dk, needs_dv = needs
     if all(needs) and takes_hopper_kernels(dtype, device) and key["HEAD_DIM"] in (64, 128):
         return [
+            (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),  # compiles longest
             (build_attention_bwd_prepare, {**key, "WITH_DLSE": with_dlse}),
-            (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),
             (build_attention_bwd_convert, key),
         ]
     flags = {"WITH_DLSE": with_dlse, "USE_TMA": has_tma(device)}

@@ -152,18 +152,22 @@ def get_kernel(
     """
     kernel = _kernels.get((build, device, *key.items()))
     if kernel is None:
-        _compile_ahead(device, [r for r in soon() if r != (build, key)])
-        kernel = compile_kernel(build, _target(device), **key)
+
+        def start_others() -> None:
+            _compile_ahead(device, [r for r in soon() if r != (build, key)])
+
+        kernel = _compile_once(build, _target(device), key, start_others)
         _kernels[build, device, *key.items()] = kernel
     return kernel
 
 
 def _compile_ahead(device: torch.device, requests: list[Request]) -> None:
-    """Starts a thread for each. The interpreter does not end before they have."""
+    """Starts compiling them, in their order, on all cores but one: somebody waits for what that one
+    compiles. Who asks for one of these before its turn compiles it at once. The interpreter does
+    not end before all are done."""
     if not requests:
         return
-    _import_tilelang()  # once, not by several threads at a time
-    pool = ThreadPoolExecutor(len(requests))
+    pool = ThreadPoolExecutor(max(1, min(len(requests), (os.cpu_count() or 2) - 1)))
     for build, key in requests:
         pool.submit(get_kernel, build, device, **key)  # whose error stays in a future unread
     pool.shutdown(wait=False)
@@ -184,12 +188,25 @@ def get_kernels(device: torch.device, requests: list[Request]) -> list[Kernel]:
 
 def compile_kernel(build: Callable[..., Any], target: Target, **key: Any) -> Kernel:
     """The same for a target: Target("cuda", "sm_90a") compiles without a GPU, given nvcc."""
+    return _compile_once(build, target, key)
+
+
+def _compile_once(
+    build: Callable[..., Any],
+    target: Target,
+    key: dict[str, Any],
+    when_built: Callable[[], None] = lambda: None,
+) -> Kernel:
+    """The kernel, compiled unless it is there, by one thread while others wait.
+
+    when_built: called once the builder has run, which only one at a time may.
+    """
     name = (build, target, *key.items())
     with _locks_guard:
         lock = _locks.setdefault(name, threading.Lock())
     with lock:
         if name not in _kernels:
-            _kernels[name] = _compile(build, target, key)
+            _kernels[name] = _compile(build, target, key, when_built)
         return _kernels[name]
 
 
@@ -202,11 +219,14 @@ def _target(device: torch.device) -> Target:
     return Target("cuda", f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
 
 
-def _compile(build: Callable[..., Any], target: Target, key: dict[str, Any]) -> Kernel:
+def _compile(
+    build: Callable[..., Any], target: Target, key: dict[str, Any], when_built: Callable[[], None]
+) -> Kernel:
     tilelang = _import_tilelang()
     started = time.perf_counter()
     with _building:
         func = build(_language(target), **key)
+    when_built()
     stride_slots: list[tuple[int, int]] = []
     if target.kind == "c":
         func, stride_slots = _with_stride_parameters(func)

@@ -20,6 +20,7 @@ from minitx.kernels import (  # noqa: E402
     tilelang_attention_tiles,
     tilelang_runtime,
 )
+from minitx.kernels.tilelang_attention_bwd import build_attention_bwd_stats  # noqa: E402
 
 CPU = torch.device("cpu")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -57,7 +58,8 @@ def test_only_the_kernels_asked_for_are_launched(device, monkeypatch, nothing_re
 def test_kernels_asked_for_together_compile_at_the_same_time(monkeypatch):
     both_begun = threading.Barrier(2, timeout=60)
 
-    def compiled(build, target, key):
+    def compiled(build, target, key, when_built):
+        when_built()
         both_begun.wait()  # one after the other they would never meet
         return (build, key)
 
@@ -72,7 +74,8 @@ def test_kernels_asked_for_together_compile_at_the_same_time(monkeypatch):
 def test_what_is_needed_soon_compiles_beside_what_is_needed_now(monkeypatch):
     both_begun = threading.Barrier(2, timeout=60)
 
-    def compiled(build, target, key):
+    def compiled(build, target, key, when_built):
+        when_built()
         both_begun.wait()  # were the other to wait for this one's end they would never meet
         return (build, key)
 
@@ -90,13 +93,33 @@ def test_what_is_needed_soon_compiles_beside_what_is_needed_now(monkeypatch):
     assert asked == [True]
 
 
+def test_what_is_needed_soon_waits_until_what_is_needed_now_is_built(device, monkeypatch):
+    """Builders run one at a time: the one that is waited for must not stand in line."""
+    steps = []
+
+    def build(lang, **key):
+        steps.append("built")
+        return build_attention_bwd_stats(lang, **key)
+
+    def soon():
+        steps.append("soon")
+        return []
+
+    monkeypatch.setattr(tilelang_runtime, "_kernels", {})
+    key = {"dtype": "float32", "HEAD_DIM": 32, "WITH_DLSE": False, "USE_TMA": False}
+    for _ in range(2):  # compiled, then found
+        tilelang_runtime.get_kernel(build, torch.device(device), soon=soon, **key)
+        assert steps == ["built", "soon"]
+
+
 @pytest.mark.parametrize("error", [KernelUnavailableError, AttributeError])
 def test_what_does_not_compile_ahead_is_an_error_where_it_is_asked_for(error, monkeypatch):
     """And there alone: no thread prints one, not even of a kind that compile_kernel lets through,
     such as a TileLang that lacks a function."""
     printed = []
 
-    def compiled(build, target, key):
+    def compiled(build, target, key, when_built):
+        when_built()
         if build == "soon":
             raise error("it does not compile")
         return build
@@ -125,8 +148,8 @@ def test_a_first_forward_on_hopper_prepares_other_lengths_and_the_backward(monke
 
     forwards = ["fwd_hopper"] * 2
     assert names(False, False, False) == forwards
-    assert names(True, True, True) == [*forwards, "bwd_prepare", "bwd_hopper", "bwd_convert"]
-    assert names(False, False, True) == [*forwards, "bwd_stats", "bwd_dkdv"]
+    assert names(True, True, True) == ["bwd_hopper", "bwd_prepare", "bwd_convert", *forwards]
+    assert names(False, False, True) == ["bwd_stats", "bwd_dkdv", *forwards]
     for has_many_keys in (False, True):
         request = tilelang_attention._fwd_request(*where, has_many_keys)
         assert request in tilelang_attention._soon_requests(*where, (False,) * 3)

@@ -233,6 +233,45 @@ def test_as_many_tiles_as_multiprocessors_and_one_more(D):
 # What runs before and after the backward for Hopper
 
 
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_three_launches_make_a_backward_for_hopper(monkeypatch, with_dlse):
+    launches = []
+
+    def get_kernels(device, requests):
+        def recording(name):
+            return lambda *args: launches.append((name, args))
+
+        return [recording(build.__name__.removeprefix("build_")) for build, _ in requests]
+
+    monkeypatch.setattr(tilelang_attention, "get_kernels", get_kernels)
+    monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda *_: True)
+    tilelang_attention._bwd_requests.cache_clear()
+    q, k, v = make_qkv(2, 4, 2, 130, 100, 64, device="cpu")
+    dout, out, lse = torch.empty_like(q), torch.empty_like(q), q.new_empty((2, 4, 130))
+    dlse = torch.empty_like(lse) if with_dlse else None
+    try:
+        grads = tilelang_attention._bwd(dout, dlse, q, k, v, out, lse, True, 0.5, [True] * 3)
+    finally:
+        tilelang_attention._bwd_requests.cache_clear()
+    names, (prepare, hopper, convert) = zip(*launches, strict=True)
+    assert names == ("attention_bwd_prepare", "attention_bwd_hopper", "attention_bwd_convert")
+    stats, turns = prepare[4:]
+    assert [id(t) for t in prepare[:4]] == [
+        id(t) for t in (out, dout, lse, dlse if with_dlse else lse)
+    ]
+    assert (stats.shape, stats.dtype) == ((2, 4, 2, 256), torch.float32)
+    assert (turns.shape, turns.dtype) == ((2 * 4 * 2,), torch.int32)  # two tiles of 128 queries
+    assert [id(t) for t in hopper[:5]] == [id(t) for t in (q, k, v, dout, stats)]
+    assert [id(t) for t in hopper[5:7]] == [id(t) for t in grads[1:]]
+    dq_sum = hopper[7]
+    assert (dq_sum.shape, dq_sum.dtype) == ((2 * 4 * 2, 8192), torch.float32)
+    assert hopper[8] is turns
+    assert hopper[9:] == (2, 0.5, 0.5)
+    assert convert[0] is grads[0]
+    assert convert[1] is dq_sum
+    assert convert[2:] == (30, 0.5)  # the first 30 queries see no key
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_places_in_a_tile_and_elements_are_inverse(D):
     assert [place_in_tile(*element_at(index, D)) for index in range(8192)] == list(range(8192))
