@@ -6,10 +6,11 @@ rounds the sums of dq. Memory is all that either waits for: a block has a tile o
 as those of dq_sum, and asks for all of it at once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from minitx.kernels.tilelang_attention_bwd import stats_tensor
-from minitx.kernels.tilelang_attention_bwd_hopper import DQ_TILE
+from minitx.kernels.tilelang_attention_bwd_hopper import DQ_TILE, place_in_tile
 from minitx.kernels.tilelang_products import (
     LOG2E,
     make_row_dot,
@@ -90,6 +91,7 @@ def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) ->
     import tilelang.language as T
 
     BLOCK_M, threads = DQ_TILE // HEAD_DIM, 256
+    VECTOR = 4 if place_in_tile(0, 2) == 2 else 2  # neighbours in a row and in dq_sum
     tensor = make_tensor(lang, dtype)
     B, Hq, Sq, tiles = sizes("B", "Hq", "Sq", "tiles")
 
@@ -109,11 +111,11 @@ def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) ->
             if m * BLOCK_M + BLOCK_M <= num_empty:
                 T.fill(tile, 0)
             else:
-                for step in T.unroll(DQ_TILE // (4 * threads)):
+                for step in T.unroll(DQ_TILE // (VECTOR * threads)):
                     # Neighbouring threads read what are neighbours in memory.
-                    index = (step * threads + tx) * 4
+                    index = (step * threads + tx) * VECTOR
                     i, d = element_at(index, HEAD_DIM)
-                    for e in T.vectorized(4):  # one row's, in both
+                    for e in T.vectorized(VECTOR):
                         x = dq_sum[T.cast(block, "int64"), index + e] * scale
                         tile[i, d + e] = T.cast(x, dtype)
             T.copy(tile, dq[batch, head, m * BLOCK_M : m * BLOCK_M + BLOCK_M, 0:HEAD_DIM])
@@ -122,8 +124,12 @@ def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) ->
 
 
 def element_at(index: Any, HEAD_DIM: int) -> tuple[Any, Any]:
-    """(i, d) of what lies at `index` in a tile of dq_sum: the inverse of `place_in_tile`."""
-    outer, pair, thread = index // 4096, index % 4096 // 256, index % 256 // 2
-    i = thread // 32 * 16 + pair % 2 * 8 + thread % 32 // 4
-    d = pair // 2 * 8 + thread % 4 * 2 + index % 2
-    return (i, outer * 64 + d) if HEAD_DIM == 128 else (outer * 64 + i, d)
+    """(i, d) of what lies at `index` in a tile of dq_sum: the inverse of `place_in_tile`, which
+    only changes the order of bits."""
+
+    def gather(size: int, place: Callable[[int], int]) -> Any:
+        bits = [1 << bit for bit in range(size.bit_length() - 1)]
+        return sum(index // place(bit) % 2 * bit for bit in bits)
+
+    i = gather(DQ_TILE // HEAD_DIM, lambda bit: place_in_tile(bit, 0))
+    return i, gather(HEAD_DIM, lambda bit: place_in_tile(0, bit))
