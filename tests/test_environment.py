@@ -47,7 +47,8 @@ def fresh_answers():
 
 def on_gpu(dtype: torch.dtype = torch.bfloat16):
     """What `supports` looks at, of a tensor on a GPU that this machine need not have."""
-    return SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    device = torch.device("cuda", 0)
+    return SimpleNamespace(device=device, dtype=dtype, is_cuda=True, get_device=lambda: 0)
 
 
 def gpu_problem(kernel: str) -> str | None:
