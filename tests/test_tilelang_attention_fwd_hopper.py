@@ -125,13 +125,16 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     assert source.count("__sync_thread_partial") == 2
     assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 1
     assert source.count(" + 2), 128)") == 1
-    # In the loop without a mask scores are awaited while the other product runs, and that one after
-    # some of the exponentials.
+    # In the loop without a mask scores are awaited while the other product runs; what was summed up
+    # is rescaled, once it is there, only where a warp finds that scores grew; and that product is
+    # awaited after some of the exponentials.
     loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
-    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.index("wait_wgmma<0>")]
-    order.append(loop.rindex("exp2f"))
+    order = [loop.index(word) for word in ("wait_wgmma<1>", "__any_sync", "max(", "wait_wgmma<0>")]
     assert order == sorted(order)
-    assert "condval" not in loop[: loop.index("max(")]
+    assert "condval" not in loop[: loop.index("__any_sync")]
+    loop = loop[loop.index("wait_wgmma<0>") + 1 :]
+    order = [loop.index("exp2f"), loop.index("wait_wgmma<0>"), loop.rindex("exp2f")]
+    assert order == sorted(order)
 
 
 @on_hopper
