@@ -317,15 +317,17 @@ def build_attention_fwd_hopper(
                     m_row = m_start + warpgroup * 64
                     skipped = num_n - count_key_tiles(m_row, 64)
                     num_unmasked = T.truncdiv(T.max(end_of_keys(m_row), 0), BLOCK_N)
-                    for n in T.serial(skipped):
-                        skip(k_full, k_free, done + n)
-                        if n > 0:
-                            skip(v_full, v_free, done + n - 1)
                     q_stage = trip % q_stages
                     T.fill(acc, 0)
                     softmax.reset(stats)
                     T.barrier_wait(q_full[q_stage], trip // q_stages % 2)
                     multiply_sign(q_tile, q_stage, qk_scale)
+                    # Only now: a warpgroup that waits for the others to change a sign must not also
+                    # be one whose buffers they wait for.
+                    for n in T.serial(skipped):
+                        skip(k_full, k_free, done + n)
+                        if n > 0:
+                            skip(v_full, v_free, done + n - 1)
                     stage, phase = ring(done + skipped)
                     T.barrier_wait(k_full[stage], phase)
                     multiply_keys(q_tile, q_stage, k_tile, stage, scores)
