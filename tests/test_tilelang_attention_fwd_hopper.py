@@ -236,8 +236,8 @@ def test_a_sign_is_taken_into_the_queries_of_each_tile_once(scale):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("step", [0.02, 0.2, -0.2])
 def test_maxima_that_lag(step, dtype):
-    # Tiles of keys come from the last to the first. For the last query their scores grow by 2^4 from
-    # one to the next, which a maximum lets pass once or twice, by 2^37 or not at all; for the first
+    # Tiles of keys come from the last to the first. The last query's scores grow by 2^4 from one to
+    # the next, which a maximum lets pass once or twice, by 2^37 or not at all; those of the first
     # queries hardly.
     for S, D in ((700, 64), (2100, 64), (700, 128)):
         q, k, v = make_qkv(1, 2, 1, S, S, D, device="cuda", dtype=dtype)
