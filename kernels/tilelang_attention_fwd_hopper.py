@@ -1,13 +1,14 @@
 """Builder of the attention forward for Hopper, scheduled by hand.
 
-The maths is that of `tilelang_attention_fwd.py`, with the scale taken into the exponent: per
-query, the maximum is of the scores as they come from the product, and with c = |qk_scale|
+The maths is that of `tilelang_attention_fwd.py`, with the scale taken into the exponent, and with
+maxima that may lag behind (`tilelang_scores_hopper.py`): per query, with m of the scores as they
+come from the product and c = |qk_scale|,
 
-    p = 2^(c s - c m),  acc' = acc * 2^(c m - c m') + p v,  sum' = sum * 2^(c m - c m') + sum_j p
+    p = 2^(c s - c m),  acc' = acc + p v,  sum' = sum + sum_j p
     out = acc / sum,  lse = (c m + log2(sum)) / log2(e)
 
 for scores s of queries that were multiplied by the sign of qk_scale before. c s - c m is one
-multiply-add.
+multiply-add. Where m grows to m', acc and sum are multiplied by 2^(c m - c m') first.
 
 Who does what. A block stays on its multiprocessor and takes one tile of BLOCK_M queries after the
 other, those with most keys first: one by its number, then as a counter in memory says. Its last 128
@@ -15,33 +16,37 @@ threads are the producer. One warp of them takes the tiles and tells the consume
 the queries of each by TMA, then tiles of BLOCK_N keys and values, from the last to the first, into
 `num_stages` buffers of each, ahead of the consumers as far as there are buffers, into the next tile
 of queries too. The consumers own 64 queries for every 128 threads (a warpgroup), and get the
-registers that the producer gives up. No two warpgroups wait for one another: each stores its part
-of the output, from where its queries were.
+registers that the producer gives up. No two warpgroups wait for one another: each skips the tiles
+of keys that none of its own queries may read, and stores its part of the output, from where its
+queries were.
 
 When. A consumer issues the product of its queries with the next keys, then that of its last
 probabilities with their values, and exponentiates the former while the latter runs (Shah et al.
 2024, "FlashAttention-3", algorithm 2):
 
     s_0 = q k_0, p_0
-    for n >= 1:  issue s_n = q k_n, acc += p_{n-1} v_{n-1};  await s_n;  p_n and rescale from s_n;
-                 await acc;  acc *= rescale
+    for n >= 1:  issue s_n = q k_n, acc += p_{n-1} v_{n-1};  await s_n
+                 where a score grew too much: await acc, rescale it
+                 p_n from s_n;  await acc
     acc += p_last v_last
 
-acc is awaited when a part of p_n is there: the rest of the exponentials hides its rescaling and the
-rounding of p_n. Only tiles on the diagonal, or with the end of the keys, are masked; being the
-first, they have a loop of their own.
+acc is awaited when a part of p_n is there: the rest of the exponentials hides the rounding of p_n.
+Only tiles on the diagonal, or with the end of the keys, are masked; being the first, they have a
+loop of their own.
 
 What the waits are for. Each buffer has a barrier `full`, on which consumers wait for the bytes of
 a copy, and one `free`, on which the producer waits until each consumer has read the buffer; the one
 for queries, until the output that took their place is stored. Both flip once every time that the
 buffers come round; a wait names the phase that has to be over. On `free` the producer's first round
-waits for the phase before the first, which counts as over.
+waits for the phase before the first, which counts as over. What a consumer skips it waits for all
+the same, so that it frees each buffer once a round.
 """
 
 from typing import Any
 
 from minitx.kernels.tilelang_products import LOG2E, make_tensor, row_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
+from minitx.kernels.tilelang_scores_hopper import PART, alloc_stats, make_macros, make_scale
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
@@ -53,12 +58,7 @@ CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}
 PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 24}
 # Named barriers: one of all consumers, then one of each of their warpgroups. 0 is __syncthreads.
 CONSUMERS, FIRST_WARPGROUP = 1, 2
-# Scaled scores of this size that differ at all differ by 2^4 and more: all but the largest have
-# exponentials near 0, and keep them if the scale is up to twice what it should be.
-HUGE = 2.0**28
-SMALLEST = 2.0**-126  # normal float32: a masked score of -inf must stay so when it is scaled by 0
-PART = 8  # columns. Of every 8 of wgmma's results in a row a thread has two neighbours
-EARLY_PARTS = 4  # that are exponentiated before the other product is awaited
+EARLY_PARTS = 4  # of the scores that are exponentiated before the other product is awaited
 L2_BYTES = 2**25  # of keys and values that blocks at work at once should share
 
 HELPERS = r"""
@@ -98,6 +98,7 @@ def build_attention_fwd_hopper(
     rows = T.GemmWarpPolicy.FullRow
     score_registers, acc_registers = BLOCK_N // 2, HEAD_DIM // 2
     parts = BLOCK_N // PART
+    softmax = make_macros(BLOCK_M, BLOCK_N)
     q_stages = 2 if HEAD_DIM <= 128 else 1  # as many as there is room for
     panel = 64 if HEAD_DIM % 64 == 0 else 32  # columns that lie side by side in shared memory
 
@@ -113,29 +114,29 @@ def build_attention_fwd_hopper(
         m_start = (num_m - 1 - T.truncdiv(rest, together)) * BLOCK_M
         return m_start, T.truncmod(row, Hq), T.truncdiv(row, Hq)
 
-    def per_query():
-        return T.alloc_fragment((BLOCK_M,), "float32")
-
     def end_of_keys(query):
         """Where the keys end that a query may read; at 0 or before, if it may read none."""
         return T.min(query + Skv - Sq + 1, Skv) if IS_CAUSAL else Skv
 
-    def count_key_tiles(m_start):
-        # Queries without keys read one tile, masked.
-        return T.max(T.ceildiv(end_of_keys(m_start + BLOCK_M - 1), BLOCK_N), 1)
+    def count_key_tiles(first, queries):
+        # Queries without keys read one tile, masked, and so do those past the end.
+        end = T.if_then_else(first < Sq, end_of_keys(first + queries - 1), 0)
+        return T.max(T.ceildiv(end, BLOCK_N), 1)
 
     def ring(count):
         """(buffer, phase) of the tile that passes through the buffers after `count` others."""
         return count % num_stages, count // num_stages % 2
 
-    def round_up_to_power_of_two(x):
-        bits: Any = T.reinterpret(x, "int32")
-        return T.reinterpret((bits + 0x7FFFFF) & -0x800000, "float32")
-
     @T.macro
     def arrive(barriers, index):
         if T.shuffle_elect(32):  # once for each warp
             T.barrier_arrive(barriers[index])
+
+    @T.macro
+    def skip(full, free, count):
+        stage, phase = ring(count)
+        T.barrier_wait(full[stage], phase)
+        arrive(free, stage)
 
     @T.macro
     def load(x, tile, full, free, count, batch, head, start):
@@ -176,47 +177,11 @@ def build_attention_fwd_hopper(
         )
 
     @T.macro
-    def mask(scores, m_start, n_start):
-        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-            is_read = n_start + j < end_of_keys(m_start + i)
-            scores[i, j] = T.if_then_else(is_read, scores[i, j], minus_inf)
-
-    @T.macro
-    def update_maximum(scores, row_max, row_top, row_sum, top, shift, factor, rescale, size, power):
-        T.reduce_max(scores, top, dim=1)
-        for i in T.Parallel(BLOCK_M):
-            row_max[i] = T.max(row_max[i], top[i])
-            # The product is exact in the multiply-add below, and rounded in the maximum: with huge
-            # scores thousands would be left in the exponent. A power of two rounds neither.
-            factor[i] = T.if_then_else(T.abs(row_max[i] * size) < HUGE, size, power)
-            top[i] = row_max[i] * factor[i]
-            # With no key seen yet, -inf - -inf would be NaN.
-            shift[i] = T.if_then_else(top[i] == minus_inf, 0.0, top[i])
-            rescale[i] = T.exp2(row_top[i] - shift[i])
-            row_top[i] = top[i]
-        for i, c in T.Parallel(BLOCK_M, PART):
-            row_sum[i, c] *= rescale[i]
-
-    @T.macro
-    def exponentiate(scores, row_sum, factor, shift, first, end):
-        """Some parts of the scores to probabilities relative to the maximum."""
-        for g in T.unroll(end - first):
-            for i, c in T.Parallel(BLOCK_M, PART):
-                scores[i, (first + g) * PART + c] = T.exp2(
-                    scores[i, (first + g) * PART + c] * factor[i] - shift[i]
-                )
-        # Added up over a thread's own columns; over the threads of a row once, at the end.
-        for g in T.unroll(end - first):
-            for i, c in T.Parallel(BLOCK_M, PART):
-                row_sum[i, c] += scores[i, (first + g) * PART + c]
-
-    @T.macro
-    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, tiles, barriers, stats):
+    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, tiles, barriers, stats, scale):
         """Adds what comes from tile n of the keys' tiles, counted from the last, and multiplies the
         probabilities of the one before by their values. It leaves its own to the next."""
         q_tile, k_tile, v_tile, scores, p, acc = tiles
         k_full, k_free, v_full, v_free = barriers
-        row_sum, shift, factor, rescale = stats[2], stats[4], stats[5], stats[6]
         stage, phase = ring(done + n)
         last = ring(done + n - 1)[0]
         T.barrier_wait(k_full[stage], phase)
@@ -226,9 +191,15 @@ def build_attention_fwd_hopper(
         T.warpgroup_fence_operand(scores, num_regs=score_registers)
         arrive(k_free, stage)
         if IS_MASKED:
-            mask(scores, m_start, (num_n - 1 - n) * BLOCK_N)
-        update_maximum(scores, *stats)
-        exponentiate(scores, row_sum, factor, shift, 0, EARLY_PARTS)
+            softmax.mask(scores, stats, m_start, (num_n - 1 - n) * BLOCK_N, end_of_keys)
+        softmax.look(scores, stats)
+        if T.any_sync(stats.grew[0]) != 0:
+            softmax.take_maximum(scores, stats, scale)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(acc, num_regs=acc_registers)
+            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                acc[i, d] *= stats.rescale[i]
+        softmax.exponentiate(scores, stats, 0, EARLY_PARTS)
         # ptxas moves a wait for products up as far as its basic block goes: to before the
         # exponentials, which then overlap nothing. The loop that waits for the values, needed only
         # in the next round, ends that block here.
@@ -237,10 +208,8 @@ def build_attention_fwd_hopper(
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(acc, num_regs=acc_registers)
         arrive(v_free, last)
-        exponentiate(scores, row_sum, factor, shift, EARLY_PARTS, parts)
+        softmax.exponentiate(scores, stats, EARLY_PARTS, parts)
         T.copy(scores, p)
-        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-            acc[i, d] *= rescale[i]
 
     @T.prim_func
     def attention_fwd_hopper(
@@ -274,11 +243,9 @@ def build_attention_fwd_hopper(
             scores = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
             p = T.alloc_fragment((BLOCK_M, BLOCK_N), dtype)
             acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
-            row_max = per_query()
-            row_top = per_query()  # the same, scaled
-            row_sum = T.alloc_fragment((BLOCK_M, PART), "float32")
-            total, rescale = per_query(), per_query()
-            top, shift, factor = per_query(), per_query(), per_query()
+            stats = alloc_stats(BLOCK_M)
+            total = T.alloc_fragment((BLOCK_M,), "float32")
+            lse_tile = T.alloc_fragment((BLOCK_M,), "float32")
             work_full, work_free = T.alloc_barrier([1] * 2), T.alloc_barrier([warps] * 2)
             q_full, q_free = T.alloc_barrier([1] * q_stages), T.alloc_barrier([groups] * q_stages)
             k_full = T.alloc_barrier([1] * num_stages)
@@ -307,7 +274,7 @@ def build_attention_fwd_hopper(
                         m_start = place[0]
                         head = place[1]
                         batch = place[2]
-                        num_n = count_key_tiles(m_start)
+                        num_n = count_key_tiles(m_start, BLOCK_M)
                         T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
                         if T.shuffle_elect(32):
                             work[trip % 2, 0] = m_start
@@ -346,10 +313,9 @@ def build_attention_fwd_hopper(
                         T.barrier_arrive(work_full[trip % 2])
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)
-                warpgroup = T.truncdiv(thread, WARPGROUP)
-                size = T.max(T.abs(qk_scale), SMALLEST)
-                power = round_up_to_power_of_two(size)
-                stats = (row_max, row_top, row_sum, top, shift, factor, rescale, size, power)
+                # Of lane 0, so that what comes of it is known to be the same in a warp.
+                warpgroup = T.shfl_sync(T.truncdiv(thread, WARPGROUP), 0)
+                scale = make_scale(qk_scale)
                 T.barrier_wait(work_full[0], 0)
                 m_start = work[0, 0]
                 while m_start >= 0:
@@ -357,16 +323,22 @@ def build_attention_fwd_hopper(
                     batch = work[trip % 2, 2]
                     T.sync_warp()
                     arrive(work_free, trip % 2)
-                    num_n = count_key_tiles(m_start)
-                    num_unmasked = T.truncdiv(T.max(end_of_keys(m_start), 0), BLOCK_N)
+                    num_n = count_key_tiles(m_start, BLOCK_M)
+                    m_row = m_start + warpgroup * 64
+                    skipped = num_n - count_key_tiles(m_row, 64)
+                    num_unmasked = T.truncdiv(T.max(end_of_keys(m_row), 0), BLOCK_N)
                     q_stage = trip % q_stages
                     T.fill(acc, 0)
-                    T.fill(row_sum, 0)
-                    T.fill(row_max, minus_inf)
-                    T.fill(row_top, minus_inf)
+                    softmax.reset(stats)
                     T.barrier_wait(q_full[q_stage], trip // q_stages % 2)
                     multiply_sign(q_tile, q_stage, qk_scale)
-                    stage, phase = ring(done)
+                    # Only now: a warpgroup that waits for the others to change a sign must not also
+                    # be one whose buffers they wait for.
+                    for n in T.serial(skipped):
+                        skip(k_full, k_free, done + n)
+                        if n > 0:
+                            skip(v_full, v_free, done + n - 1)
+                    stage, phase = ring(done + skipped)
                     T.barrier_wait(k_full[stage], phase)
                     multiply_keys(q_tile, q_stage, k_tile, stage, scores)
                     T.wait_wgmma(0)
@@ -374,40 +346,42 @@ def build_attention_fwd_hopper(
                     arrive(k_free, stage)
                     if q_stages > 1 and trip > 0:
                         free_queries(q_free, (trip - 1) % q_stages)
-                    if num_n > num_unmasked:
-                        mask(scores, m_start, (num_n - 1) * BLOCK_N)
-                    update_maximum(scores, *stats)
-                    exponentiate(scores, row_sum, factor, shift, 0, parts)
+                    if num_n - skipped > num_unmasked:
+                        n_start = (num_n - skipped - 1) * BLOCK_N
+                        softmax.mask(scores, stats, m_start, n_start, end_of_keys)
+                    softmax.take_maximum(scores, stats, scale)
+                    softmax.exponentiate(scores, stats, 0, parts)
                     T.copy(scores, p)
+                    if skipped > 0:
+                        skip(v_full, v_free, done + skipped - 1)
                     T.barrier_wait(v_full[stage], phase)
                     buffers = (q_tile, k_tile, v_tile, scores, p, acc)
                     barriers = (k_full, k_free, v_full, v_free)
-                    args = (num_n, done, m_start, q_stage, buffers, barriers, stats)
-                    first_unmasked = T.max(num_n - num_unmasked, 1)
-                    for n in T.serial(1, first_unmasked):
+                    args = (num_n, done, m_start, q_stage, buffers, barriers, stats, scale)
+                    first_unmasked = T.max(num_n - num_unmasked, skipped + 1)
+                    for n in T.serial(skipped + 1, first_unmasked):
                         accumulate(True, n, *args)
                     for n in T.serial(first_unmasked, num_n):
                         accumulate(False, n, *args)
                     done += num_n
                     last = ring(done - 1)[0]
                     T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
-                    T.reduce_sum(row_sum, total, dim=1)
+                    T.reduce_sum(stats.row_sum, total, dim=1)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc, num_regs=acc_registers)
                     arrive(v_free, last)
                     for i in T.Parallel(BLOCK_M):
-                        row_max[i] = (row_max[i] * size + T.log2(total[i])) / LOG2E
-                        rescale[i] = 1.0 / total[i]
+                        lse_tile[i] = (stats.row_max[i] * scale.size + T.log2(total[i])) / LOG2E
+                        total[i] = 1.0 / total[i]
                     for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                         # Not by a product with 0: with a masked NaN among the values acc is NaN.
                         acc[i, d] = T.if_then_else(
-                            row_max[i] == minus_inf, 0.0, acc[i, d] * rescale[i]
+                            lse_tile[i] == minus_inf, 0.0, acc[i, d] * total[i]
                         )
                     T.copy(acc, q_tile[q_stage, :, :])  # each warpgroup to where its queries were
                     T.fence_proxy_async()
                     T.sync_threads(FIRST_WARPGROUP + warpgroup, WARPGROUP)
                     row = warpgroup * 64
-                    m_row = m_start + row
                     for c in T.unroll(HEAD_DIM // panel):
                         d = c * panel
                         T.tma_copy(
@@ -417,7 +391,7 @@ def build_attention_fwd_hopper(
                         )
                     if q_stages == 1:
                         free_queries(q_free, 0)
-                    T.copy(row_max, lse[batch, head, m_start : m_start + BLOCK_M])
+                    T.copy(lse_tile, lse[batch, head, m_start : m_start + BLOCK_M])
                     trip += 1
                     T.barrier_wait(work_full[trip % 2], trip // 2 % 2)
                     m_start = work[trip % 2, 0]
