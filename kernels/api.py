@@ -114,6 +114,8 @@ def packed_attention(
         out [B, Hq, S, D]. `triton` and `tilelang` write the gradients of q, k and v where they
         belong in that of qkv; of other kernels autograd puts them together, by a copy.
     """
+    if not isinstance(n_head, int | torch.SymInt):
+        raise TypeError(f"n_head must be an int, got {n_head!r}")
     if qkv.dim() != 4 or not 0 <= n_head <= qkv.shape[2] or (qkv.shape[2] - n_head) % 2:
         raise ValueError(
             "qkv must be [B, S, n_head + 2 n_kv_head, D], got shape "

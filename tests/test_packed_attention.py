@@ -135,6 +135,8 @@ def test_mistakes_are_refused(device):
     for bad, heads in ((qkv[0], 4), (qkv, 3), (qkv, 10), (qkv, -2)):
         with pytest.raises(ValueError, match=r"qkv must be \[B, S, n_head \+ 2 n_kv_head, D\]"):
             packed_attention(bad, heads)
+    with pytest.raises(TypeError, match=r"n_head must be an int, got 2\.0"):
+        packed_attention(torch.ones(1, 8, 4, 16, device=device), 2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="query heads must be a multiple of key heads"):
         packed_attention(make(Hq=3, Hkv=2, device=device), 3)
     with pytest.raises(KernelUnavailableError, match="not float64"):

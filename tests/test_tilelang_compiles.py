@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from minitx.kernels import KernelUnavailableError, attention, supports
+from minitx.kernels import KernelUnavailableError, attention, packed_attention, supports
 from minitx.testing import make_qkv, run_attention
 
 _probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -153,6 +153,24 @@ def test_a_first_forward_on_hopper_prepares_other_lengths_and_the_backward(monke
     for has_many_keys in (False, True):
         request = tilelang_attention._fwd_request(*where, has_many_keys)
         assert request in tilelang_attention._soon_requests(*where, (False,) * 3)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_packed_forward_says_whether_a_backward_will_follow(
+    device, monkeypatch, nothing_remembered, wanted
+):
+    needs = []
+    get_kernel = tilelang_attention.get_kernel
+
+    def asking(build, device, soon=list, **key):
+        soon()
+        return get_kernel(build, device, **key)
+
+    monkeypatch.setattr(tilelang_attention, "get_kernel", asking)
+    monkeypatch.setattr(tilelang_attention, "_soon_requests", lambda *args: needs.append(args[-1]))
+    qkv = torch.randn(1, 20, 4, 16, device=device, requires_grad=wanted)
+    packed_attention(qkv, 2, kernel="tilelang")
+    assert needs == [(wanted,) * 3]
 
 
 def test_one_compile_for_all_lengths_batches_heads_and_strides(device):
