@@ -124,6 +124,9 @@ def build_attention_fwd_hopper(
         # Queries without keys read one tile, masked.
         return T.max(T.ceildiv(end_of_keys(m_start + BLOCK_M - 1), BLOCK_N), 1)
 
+    def take_one(taken):
+        return T.call_extern("int32", "take_one", taken)  # type: ignore[attr-defined]
+
     def ring(count):
         """(buffer, phase) of the tile that passes through the buffers after `count` others."""
         return count % num_stages, count // num_stages % 2
@@ -330,7 +333,7 @@ def build_attention_fwd_hopper(
                         tile = tiles
                         if tiles > blocks:
                             if T.shuffle_elect(32):
-                                tile = blocks + T.call_extern("int32", "take_one", taken)
+                                tile = blocks + take_one(taken)
                             tile = T.shfl_sync(tile, 0)
                         for n in T.serial(num_n):
                             v_start = (num_n - 1 - n) * BLOCK_N
