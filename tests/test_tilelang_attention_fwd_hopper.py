@@ -116,7 +116,7 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     ).source
     # q k^T, before the loops and in both; p v, p from registers, in the loops and after them.
     assert source.count("tl::wgmma_ss<") == source.count("tl::wgmma_rs<") == 3
-    assert source.count("tl::tma_store(") == source.count("AtomicAddRet(") == 1
+    assert source.count("tl::tma_store(") == source.count("+ take_one(taken)") == 1
     assert f"warpgroup_reg_alloc<{consumer}>" in source
     assert f"warpgroup_reg_dealloc<{producer}>" in source
     # All wait for one another at the start, all consumers if they change the sign of queries, and
