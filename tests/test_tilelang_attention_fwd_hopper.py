@@ -116,7 +116,7 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     ).source
     # q k^T, before the loops and in both; p v, p from registers, in the loops and after them.
     assert source.count("tl::wgmma_ss<") == source.count("tl::wgmma_rs<") == 3
-    assert source.count("tl::tma_store(") == source.count(" take_one(taken)") == 1
+    assert source.count("tl::tma_store(") == source.count("+ take_one(taken)") == 1
     assert f"warpgroup_reg_alloc<{consumer}>" in source
     assert f"warpgroup_reg_dealloc<{producer}>" in source
     # All wait for one another at the start, all consumers if they change the sign of queries, and
@@ -125,16 +125,13 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     assert source.count("__sync_thread_partial") == 2
     assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 1
     assert source.count(" + 2), 128)") == 1
-    # In the loop without a mask scores are awaited while the other product runs; what was summed up
-    # is rescaled, once it is there, only where a warp finds that scores grew; and that product is
-    # awaited after some of the exponentials.
+    # In the loop without a mask scores are awaited while the other product runs, and that one after
+    # some of the exponentials.
     loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
-    order = [loop.index(word) for word in ("wait_wgmma<1>", "__any_sync", "max(", "wait_wgmma<0>")]
+    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.index("wait_wgmma<0>")]
+    order.append(loop.rindex("exp2f"))
     assert order == sorted(order)
-    assert "condval" not in loop[: loop.index("__any_sync")]
-    loop = loop[loop.index("wait_wgmma<0>") + 1 :]
-    order = [loop.index("exp2f"), loop.index("wait_wgmma<0>"), loop.rindex("exp2f")]
-    assert order == sorted(order)
+    assert "condval" not in loop[: loop.index("max(")]
 
 
 @on_hopper
@@ -151,7 +148,6 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
         (64, 2, 2, 2200, 2050, "bshd"),
         (128, 2, 1, 130, 900, "bshd"),  # a diagonal that starts inside a tile
         (64, 3, 3, 900, 200, "bshd"),  # blocks without keys
-        (64, 2, 2, 2150, 2150, "bhsd"),  # two warpgroups past the last query
         (128, 2, 2, 128, 128, "bhsd"),  # one tile: no round of the loop
         (128, 2, 2, 256, 256, "bhsd"),  # two: no buffer is filled again
         (80, 2, 2, 390, 390, "bhsd"),  # widths between those of tiles
@@ -225,35 +221,10 @@ def test_scales(scale, is_causal, D):
 @pytest.mark.contract("scale", kernel="tilelang")
 @pytest.mark.parametrize("scale", [0.0, -0.1])
 def test_a_sign_is_taken_into_the_queries_of_each_tile_once(scale):
-    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several; then tiles of which
-    # a warpgroup, past the last query, skips more keys than there are buffers for.
-    for S, D in ((1200, 64), (1900, 128), (2150, 64), (1030, 64)):
+    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several.
+    for S, D in ((1200, 64), (1900, 128)):
         q, k, v = make_qkv(2, 16, 4, S, S, D, device="cuda", dtype=FP16)
         check_forward(q, k, v, is_causal=True, scale=scale)
-
-
-@on_hopper
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("step", [0.02, 0.2, -0.2])
-def test_maxima_that_lag(step, dtype):
-    # Tiles of keys come from the last to the first. The last query's scores grow by 2^4 from one to
-    # the next, which a maximum lets pass once or twice, by 2^37 or not at all; those of the first
-    # queries hardly.
-    for S, D in ((700, 64), (2100, 64), (700, 128)):
-        q, k, v = make_qkv(1, 2, 1, S, S, D, device="cuda", dtype=dtype)
-        q[..., 0] = torch.linspace(0, D**0.5, S)
-        k[..., 0] = torch.arange(S) * -step
-        check_forward(q, k, v, is_causal=True)
-
-
-@on_hopper
-@pytest.mark.parametrize("offset", [-40.0, 40.0])
-def test_scores_far_from_0(offset):
-    # A limit below 0 is not compared as an integer.
-    for S in (500, 2100):
-        q, k, v = make_qkv(1, 2, 2, S, S, 64, device="cuda", dtype=BF16)
-        q[..., 0], k[..., 0] = 40.0, offset
-        check_forward(q, k, v, is_causal=True)
 
 
 @on_hopper
