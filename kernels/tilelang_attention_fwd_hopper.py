@@ -140,6 +140,7 @@ def build_attention_fwd_hopper(
 
     @T.macro
     def skip(full, free, count):
+        """Frees the buffer of a tile that the warpgroup has no use for."""
         stage, phase = ring(count)
         T.barrier_wait(full[stage], phase)
         arrive(free, stage)
@@ -338,8 +339,8 @@ def build_attention_fwd_hopper(
                     softmax.reset(stats)
                     T.barrier_wait(q_full[q_stage], trip // q_stages % 2)
                     multiply_sign(q_tile, q_stage, qk_scale)
-                    # Only now: a warpgroup that waits for the others to change a sign must not also
-                    # be one whose buffers they wait for.
+                    # Not before: the others, waiting to change a sign together, free no buffer that
+                    # this might wait for. Keys and values in the order in which they are fetched.
                     for n in T.serial(skipped):
                         skip(k_full, k_free, done + n)
                         if n > 0:
