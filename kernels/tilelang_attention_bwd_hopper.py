@@ -33,9 +33,11 @@ over its steps, every wait ends.
 
 from typing import Any
 
+from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
 from minitx.kernels.tilelang_products import make_tensor, place, sizes
 from minitx.kernels.tilelang_runtime import Language
+from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
@@ -84,8 +86,7 @@ def build_attention_bwd_hopper(
     tensor = make_tensor(lang, dtype)
     B, Hq, Hkv, Sq, Skv, S, tiles = sizes("B", "Hq", "Hkv", "Sq", "Skv", "S", "tiles")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
-    rows = T.GemmWarpPolicy.FullRow  # a warpgroup's half of a product: 64 rows of it
-    half = T.GemmWarpPolicy.FullRow if BLOCK_M == 128 else T.GemmWarpPolicy.FullCol
+    Q_BYTES, DS_BYTES = DQ_TILE * 2, BLOCK_N * BLOCK_M * 2
     score_regs, acc_regs, dq_regs = BLOCK_M // 2, HEAD_DIM // 2, DQ_TILE // WORKERS
 
     def first_tile(n_start, diagonal):
@@ -149,25 +150,28 @@ def build_attention_bwd_hopper(
         T.sync_threads(MEET, WORKERS)
 
     @T.macro
-    def issue_scores(k_tile, q_tile, stage, scores):
+    def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
         """s^T, and dp^T of v and dout."""
         forget(scores, score_regs)
-        T.wgmma_gemm(
-            k_tile, q_tile[stage, :, :], scores, transpose_B=True, policy=rows, clear_accum=True
-        )
+        keys = Operand(k_tile, True, own_rows(warpgroup))
+        queries = Operand(q_tile, True, stage * Q_BYTES)
+        wgmma.issue_product(scores, keys, queries, HEAD_DIM, clear=True)
 
     @T.macro
-    def issue_dq(ds_tile, buffer, k_tile, dq_acc):
+    def issue_dq(ds_tile, buffer, k_tile, dq_acc, warpgroup):
+        """64 queries of 128 a warpgroup, or 64 columns."""
         forget(dq_acc, dq_regs)
-        T.wgmma_gemm(
-            ds_tile[buffer, :, :], k_tile, dq_acc, transpose_A=True, policy=half, clear_accum=True
-        )
+        first = wgmma.own_columns(warpgroup, ds_tile)  # as many bytes as of k_tile
+        ds = Operand(ds_tile, False, buffer * DS_BYTES + (first if BLOCK_M == 128 else 0))
+        keys = Operand(k_tile, False, first if BLOCK_M == 64 else 0)
+        wgmma.issue_product(dq_acc, ds, keys, BLOCK_N, clear=True)
 
-    def add_dk(ds_tile, buffer, q_tile, stage, dk_acc):
-        return T.wgmma_gemm(ds_tile[buffer, :, :], q_tile[stage, :, :], dk_acc, policy=rows)
+    def add_dk(ds_tile, buffer, q_tile, stage, dk_acc, warpgroup):
+        ds = Operand(ds_tile, True, buffer * DS_BYTES + own_rows(warpgroup))
+        return wgmma.issue_product(dk_acc, ds, Operand(q_tile, False, stage * Q_BYTES), BLOCK_M)
 
     def add_dv(p, dout_tile, stage, dv_acc):
-        return T.wgmma_gemm(p, dout_tile[stage, :, :], dv_acc, policy=rows)
+        return wgmma.issue_product(dv_acc, p, Operand(dout_tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
     def hand_over(dq_acc, dq_tile, dq_full, dq_free, step):
@@ -203,7 +207,7 @@ def build_attention_bwd_hopper(
         num_n = T.ceildiv(Skv, BLOCK_N)
         num_m = T.ceildiv(Sq, BLOCK_M)
         with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
-            T.import_source(HELPERS)
+            T.import_source(HELPERS + wgmma.HELPERS)
             k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             q_tile = T.alloc_shared((Q_STAGES, BLOCK_M, HEAD_DIM), dtype)
@@ -226,6 +230,8 @@ def build_attention_bwd_hopper(
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
             dq_full = T.alloc_barrier([WORKERS] * ADDERS)
             dq_free = T.alloc_barrier(1)
+            tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile)
+            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dk_acc, dv_acc))
             T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
 
             tx = T.get_thread_binding()
@@ -287,15 +293,16 @@ def build_attention_bwd_hopper(
                         T.tma_store_wait(0, False)  # and dq_sum written
                         call("end_turn", T.address_of(turns[row]), num_n - tile)
             else:
-                T.set_max_nreg(240, 1)  # not quite enough: ten words, of addresses, are spilled
+                T.set_max_nreg(240, 1)
+                warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
                 T.fill(dk_acc, 0)
                 T.fill(dv_acc, 0)
                 T.barrier_wait(k_full, 0)
                 T.barrier_wait(q_full[0], 0)
-                issue_scores(k_tile, q_tile, 0, scores)
+                issue_scores(k_tile, q_tile, 0, scores, warpgroup)
                 T.barrier_wait(v_full, 0)
                 T.barrier_wait(dout_full[0], 0)
-                issue_scores(v_tile, dout_tile, 0, dp)
+                issue_scores(v_tile, dout_tile, 0, dp, warpgroup)
                 await_product(1, scores, score_regs)
                 m_start = T.alloc_var("int32", init=first_m * BLOCK_M)  # counted, not divided
                 exponentiate(scores, p, stats_tile, 0, qk_scale, m_start, n_start, diagonal)
@@ -310,14 +317,14 @@ def build_attention_bwd_hopper(
                     stage = step % Q_STAGES
                     last = (step - 1) % Q_STAGES
                     other = step % DOUT_STAGES
-                    issue_dq(ds_tile, (step - 1) % 2, k_tile, dq_acc)
+                    issue_dq(ds_tile, (step - 1) % 2, k_tile, dq_acc, warpgroup)
                     T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
-                    issue_scores(k_tile, q_tile, stage, scores)
-                    add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc)
+                    issue_scores(k_tile, q_tile, stage, scores, warpgroup)
+                    add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc, warpgroup)
                     await_product(2, dq_acc, dq_regs)
                     hand_over(dq_acc, dq_tile, dq_full, dq_free, step - 1)
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
-                    issue_scores(v_tile, dout_tile, other, dp)
+                    issue_scores(v_tile, dout_tile, other, dp, warpgroup)
                     await_product(2, scores, score_regs)
                     exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
                     add_dv(p, dout_tile, other, dv_acc)
@@ -328,8 +335,8 @@ def build_attention_bwd_hopper(
                     # Nothing crosses the end of a trip. dv could, and gains nothing by it.
                     await_product(0, dv_acc, acc_regs)
                     release(dout_free, other)
-                issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc)
-                add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc)
+                issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
+                add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc, warpgroup)
                 await_product(1, dq_acc, dq_regs)
                 hand_over(dq_acc, dq_tile, dq_full, dq_free, steps - 1)
                 await_product(0, dk_acc, acc_regs)

@@ -103,6 +103,8 @@ def test_it_is_what_it_is_meant_to_be():
     # Five products: s, dp and dv before the loop and in it, dq and dk in it and after it.
     assert source.count("tl::wgmma_ss<") == 8
     assert source.count("tl::wgmma_rs<") == 2
+    # By numbers that a warp shares.
+    assert not [line for line in source.splitlines() if "wgmma_" in line and "threadIdx" in line]
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
     adder = source[source.index("row < ") :]

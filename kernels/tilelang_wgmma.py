@@ -1,0 +1,151 @@
+"""Hopper's products, issued with little work for the warps: for kernels scheduled by hand.
+
+`T.wgmma_gemm` finds a warpgroup's part of a tile by threadIdx.x / 128, which to the compiler may
+differ from thread to thread: it builds the descriptors of every instruction in each thread's
+registers and moves them, with a wait, to the warp's. Here
+
+- the part is found by a number that is the warp's, since it comes from a shuffle (`warpgroup_of`);
+- that number is read anew for each product (`own_rows`), or the compiler would compute all
+  descriptors ahead of a loop, run out of the warp's 63 registers, and give up on them;
+- a descriptor's upper word, a constant, is passed off as a variable, or it would be written
+  again before every instruction.
+
+An instruction then takes two additions to the warp's registers.
+
+A tile is of 16 bits and lies in shared memory, [rows, columns] with columns a multiple of 64, in
+panels of 64 columns: rows of 128 bytes, swizzled. Nothing infers layouts from these products:
+`lay_out` says them.
+"""
+
+from typing import Any, NamedTuple
+
+HELPERS = r"""
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ int read_anew(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+template <int leading, class Descriptor>
+__device__ __forceinline__ void describe(Descriptor &descriptor, const void *tile, int offset) {
+  unsigned start = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + offset;
+  unsigned long long upper = 0x40000040u | start >> 18;  // 128-byte swizzle, 8 rows; | 0
+  descriptor.desc_ = upper << 32 | ((leading << 16) + (start >> 4));
+}
+"""
+
+ROW_BYTES = 128  # of a panel
+STEP = 16  # elements of a sum that one instruction takes
+ABBREVIATIONS = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+class Operand(NamedTuple):
+    """What a warpgroup reads of a tile [rows, columns] or [stages, rows, columns]: all from `start`
+    on, in bytes. The product's sum runs along rows (`is_k_major`) or along columns."""
+
+    tile: Any
+    is_k_major: bool
+    start: Any = 0
+
+    def step(self, k: Any) -> Any:
+        """Bytes from the start to the k-th instruction's share."""
+        if self.is_k_major:
+            return k // 4 * self._panel + k % 4 * (STEP * 2)
+        return k * (STEP * ROW_BYTES)
+
+    @property
+    def leading(self) -> int:
+        """The descriptor's leading stride, in 16 bytes; from panel to panel, if it is used."""
+        return 1 if self.is_k_major else self._panel // 16
+
+    @property
+    def _panel(self) -> int:
+        return int(self.tile.shape[-2]) * ROW_BYTES
+
+
+def warpgroup_of(tx: Any) -> Any:
+    """The index of a thread's warpgroup; to be called where all threads of a warp are."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "uniform", T.truncdiv(tx, 128))  # type: ignore[attr-defined]
+
+
+def own_rows(warpgroup: Any) -> Any:
+    """Bytes from a tile's start to the 64 rows of a warpgroup."""
+    import tilelang.language as T
+
+    anew = T.call_extern("int32", "read_anew", warpgroup)  # type: ignore[attr-defined]
+    return anew * (64 * ROW_BYTES)
+
+
+def own_columns(warpgroup: Any, tile: Any) -> Any:
+    """Bytes from a tile's start to the 64 columns of a warpgroup."""
+    return own_rows(warpgroup) * (int(tile.shape[-2]) // 64)
+
+
+def issue_product(sums: Any, a: Any, b: Operand, depth: int, clear: bool = False) -> Any:
+    """sums (+)= a @ b, not awaited: a warpgroup's [64, n], over `depth` elements.
+
+    sums: a fragment of float32, laid out by `lay_out`. a: an `Operand`, or a fragment of 16 bits
+    laid out so.
+    """
+    import tilelang.language as T
+
+    in_registers = not isinstance(a, Operand)
+    dtype = ABBREVIATIONS[str(b.tile.dtype)]
+    columns = _columns(sums)
+    shape = f"m64n{columns}k{STEP}"
+
+    def describe(descriptor, operand):
+        function = f"describe<{operand.leading}>"
+        tile = operand.tile.access_ptr("r")
+        arguments = (function, descriptor.data, tile, operand.start)
+        return T.evaluate(T.call_extern("void", *arguments))  # type: ignore[attr-defined]
+
+    @T.macro
+    def issue(sums):
+        desc_a = T.alloc_wgmma_desc()
+        desc_b = T.alloc_wgmma_desc()
+        if not in_registers:
+            describe(desc_a, a)
+        describe(desc_b, b)
+        T.warpgroup_fence_operand(sums, num_regs=columns // 2)
+        T.warpgroup_arrive()
+        for k in T.unroll(depth // STEP):
+            adds = T.Select(k == 0, 0, 1) if clear else 1
+            to = (desc_b.data, b.step(k) >> 4, sums.data, 0, adds, 1, 1)
+            if in_registers:
+                types = (b.is_k_major, dtype, dtype, "fp32")
+                T.ptx_wgmma_rs("float32", shape, *types, a.data, k * 8, *to)
+            else:
+                types = (a.is_k_major, b.is_k_major, dtype, dtype, "fp32")
+                T.ptx_wgmma_ss("float32", shape, *types, desc_a.data, a.step(k) >> 4, *to)
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(sums, num_regs=columns // 2)
+
+    return issue(sums)
+
+
+def lay_out(tiles: tuple, fragments: tuple) -> None:
+    """Says how tiles lie in shared memory, and fragments in the registers of warpgroups: 64 rows
+    each of [64 * warpgroups, n], or, of 64 rows, half of the columns each."""
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    def in_registers(fragment: Any) -> Any:
+        columns = _columns(fragment)
+
+        def owner(i: Any, j: Any) -> tuple[Any, Any]:
+            warpgroup, i, j = i // 64 + j // columns, i % 64, j % columns
+            thread = warpgroup * 128 + i // 16 * 32 + i % 8 * 4 + j % 8 // 2
+            return thread, j // 8 * 4 + i % 16 // 8 * 2 + j % 2
+
+        return T.Fragment([int(extent) for extent in fragment.shape], forward_fn=owner)
+
+    T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in tiles})
+    T.annotate_layout({fragment: in_registers(fragment) for fragment in fragments})
+
+
+def _columns(fragment: Any) -> int:
+    """Of a warpgroup's share."""
+    rows, columns = (int(extent) for extent in fragment.shape)
+    return columns if rows > 64 else columns // 2
