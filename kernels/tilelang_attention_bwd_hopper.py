@@ -145,7 +145,7 @@ def build_attention_bwd_hopper(
         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
             dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
         T.copy(dp, ds)
-        T.copy(ds, ds_tile[buffer, :, :])
+        wgmma.store_own_rows(ds, ds_tile, buffer)
         T.fence_proxy_async()
         T.sync_threads(MEET, WORKERS)
 

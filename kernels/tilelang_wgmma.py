@@ -31,6 +31,19 @@ __device__ __forceinline__ void describe(Descriptor &descriptor, const void *til
   unsigned long long upper = 0x40000040u | start >> 18;  // 128-byte swizzle, 8 rows; | 0
   descriptor.desc_ = upper << 32 | ((leading << 16) + (start >> 4));
 }
+template <int panel, int columns>
+__device__ __forceinline__ void store_own_rows(void *tile, const void *registers) {
+  const unsigned *words = static_cast<const unsigned *>(registers);
+  unsigned lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+  unsigned start = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + row * 128;
+  start += (lane / 16 ^ row % 8) * 16;
+#pragma unroll
+  for (int i = 0; i < columns / 16; ++i)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"((start ^ i % 4 * 32) + i / 4 * panel), "r"(words[4 * i]),
+                    "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
+                 : "memory");
+}
 """
 
 ROW_BYTES = 128  # of a panel
@@ -123,6 +136,18 @@ def issue_product(sums: Any, a: Any, b: Operand, depth: int, clear: bool = False
         T.warpgroup_fence_operand(sums, num_regs=columns // 2)
 
     return issue(sums)
+
+
+def store_own_rows(fragment: Any, tile: Any, stage: Any) -> Any:
+    """A fragment of 16 bits, 64 rows a warpgroup, to tile[stage]: four 8 x 8 matrices at a time.
+
+    `T.copy` does that for tiles without stages alone, and stores 4 bytes at a time elsewhere."""
+    import tilelang.language as T
+
+    rows, columns = (int(extent) for extent in fragment.shape)
+    function = f"store_own_rows<{rows * ROW_BYTES}, {columns}>"
+    arguments = (function, T.address_of(tile[stage, 0, 0]), fragment.data)
+    return T.evaluate(T.call_extern("void", *arguments))  # type: ignore[attr-defined]
 
 
 def lay_out(tiles: tuple, fragments: tuple) -> None:
