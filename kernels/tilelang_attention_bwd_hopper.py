@@ -17,12 +17,12 @@ does. A trip of the loop issues products ahead of what is computed, to keep tens
     issue dv; wait for dp; make ds and share it, beside dv
 
 dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), by
-the copy engine's reduction, and `build_attention_bwd_convert` rounds it. The blocks that add to
-one tile do so in turn, last keys first, so that sums are the same bit for bit every time; the
-first of them stores, so dq_sum need not be zeroed. turns[tile] starts as 0; whoever has added key
-tile n of num_n sets it to num_n - n, and whoever adds tile n waits for num_n - 1 - n. The key
-tiles that a query tile sees are all those from 0 up to some last one: each but that has a
-predecessor.
+the copy engine's reduction, and `build_attention_bwd_convert` (`tilelang_attention_bwd_rows.py`)
+rounds it. The blocks that add to one tile do so in turn, last keys first, so that sums are the same
+bit for bit every time; the first of them stores, so dq_sum need not be zeroed. turns[tile] starts
+as 0; whoever has added key tile n of num_n sets it to num_n - n, and whoever adds tile n waits for
+num_n - 1 - n. The key tiles that a query tile sees are all those from 0 up to some last one: each
+but that has a predecessor.
 
 No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's last
 keys first), and a GPU starts blocks in order of index: they run, or have ended. A block that runs
@@ -35,7 +35,7 @@ from typing import Any
 
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
-from minitx.kernels.tilelang_products import make_tensor, place, sizes
+from minitx.kernels.tilelang_products import make_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
@@ -351,41 +351,6 @@ def build_attention_bwd_hopper(
                 T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
 
     return attention_bwd_hopper
-
-
-def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) -> Any:
-    """dq [B, Hq, Sq, D] = scale * dq_sum; 0 in tiles of rows below num_empty alone, to which no
-    block added."""
-    import tilelang.language as T
-
-    BLOCK_M = DQ_TILE // HEAD_DIM
-    tensor = make_tensor(lang, dtype)
-    B, Hq, Sq, tiles = sizes("B", "Hq", "Sq", "tiles")
-
-    @T.prim_func
-    def attention_bwd_convert(
-        dq: tensor("dq", B, Hq, Sq),
-        # Contiguous: where strides come with the arguments, elements are read one by one.
-        dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
-        num_empty: T.int32,
-        scale: T.float32,
-    ):
-        num_m = T.ceildiv(Sq, BLOCK_M)
-        with T.Kernel(B * Hq * num_m, threads=256) as block:
-            m, head, batch = place(block, num_m, Hq)
-            tile = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
-            if m * BLOCK_M + BLOCK_M <= num_empty:
-                T.fill(tile, 0)
-            else:
-                for i, c in T.Parallel(BLOCK_M, HEAD_DIM // 4):
-                    for e in T.vectorized(4):  # which lie together in dq_sum too
-                        tile[i, c * 4 + e] = T.cast(
-                            dq_sum[T.cast(block, "int64"), place_in_tile(i, c * 4) + e] * scale,
-                            dtype,
-                        )
-            T.copy(tile, dq[batch, head, m * BLOCK_M : m * BLOCK_M + BLOCK_M, 0:HEAD_DIM])
-
-    return attention_bwd_convert
 
 
 def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tuple[Any, Any]:

@@ -123,9 +123,6 @@ def build_attention_fwd_hopper(
         end = T.if_then_else(first < Sq, end_of_keys(first + queries - 1), 0)
         return T.max(T.ceildiv(end, BLOCK_N), 1)
 
-    def take_one(taken):
-        return T.call_extern("int32", "take_one", taken)  # type: ignore[attr-defined]
-
     def ring(count):
         """(buffer, phase) of the tile that passes through the buffers after `count` others."""
         return count % num_stages, count // num_stages % 2
