@@ -114,7 +114,7 @@ def packed_attention(
         out [B, Hq, S, D]. `triton` and `tilelang` write the gradients of q, k and v where they
         belong in that of qkv; of other kernels autograd puts them together, by a copy.
     """
-    if not isinstance(n_head, int | torch.SymInt):
+    if isinstance(n_head, float):  # NumPy's integers and torch.jit.trace's are as good as an int
         raise TypeError(f"n_head must be an int, got {n_head!r}")
     if qkv.dim() != 4 or not 0 <= n_head <= qkv.shape[2] or (qkv.shape[2] - n_head) % 2:
         raise ValueError(

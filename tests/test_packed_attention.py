@@ -2,6 +2,7 @@
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -116,6 +117,14 @@ def test_vmap_and_per_sample_gradients(kernel, device):
     got = torch.func.vmap(torch.func.grad(loss))(qkv)
     for i in range(2):
         torch.testing.assert_close(got[i], torch.func.grad(loss)(qkv[i]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [*FUSED, "eager"])
+def test_heads_may_be_counted_by_other_integers(kernel, device):
+    qkv = make(device=device).detach()
+    want = packed_attention(qkv, 4, kernel=kernel)
+    for n_head in (np.int64(4), torch.tensor(4)):  # the latter is what torch.jit.trace reads
+        assert torch.equal(packed_attention(qkv, n_head, kernel=kernel), want)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernel", FUSED)
