@@ -1,13 +1,18 @@
 """python -m minitx.bench attention --passes start: first steps of new processes."""
 
 import csv
+import os
+import signal
+import time
 
 import pytest
+import worker_targets
 
 from minitx.bench import __main__ as bench
 from minitx.bench import start
 from minitx.bench.attention import AttentionBenchConfig, make_cases
 from minitx.bench.attention_variants import START_PASSES, Case
+from minitx.bench.processes import run_worker
 
 CASE = Case(2, 6, 2, 1, 4, "float32", True, "cpu")
 
@@ -48,6 +53,21 @@ def test_a_cold_start_has_empty_caches_and_a_warm_one_those_of_the_last(tmp_path
     assert kernel.exists()
     with pytest.raises(RuntimeError, match="a new process failed: because"):
         start.start_ms("broken", CASE, folder, is_warm=False)
+
+
+def test_a_process_that_hangs_ends_with_its_caller():
+    worker = run_worker(worker_targets.starts_what_hangs, (), timeout_s=60)
+    started = next(worker)
+    os.kill(started, 0)
+    worker.close()  # which kills it, as when it is not heard of for too long
+    for _ in range(100):
+        try:
+            os.kill(started, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(started, signal.SIGKILL)
+    pytest.fail("it lives on")
 
 
 def test_first_steps_are_measured_where_they_are_asked_for():

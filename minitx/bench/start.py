@@ -1,6 +1,7 @@
 """How long a first step takes, from the start of a process of its own: imports, compiles, launches.
 
-python -m minitx.bench.start KERNEL '{"batch": 2, ...}'     # such a process; started from here
+python -m minitx.bench.start KERNEL '{"batch": 2, ...}'     # such a process; started from here,
+                                                            # it ends when its input does
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +47,12 @@ def start_ms(kernel: str, case: Case, folder: Path, is_warm: bool) -> float:
     milliseconds = None
     started = time.perf_counter()
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,  # whose end tells it that this process is gone
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -57,6 +64,18 @@ def start_ms(kernel: str, case: Case, folder: Path, is_warm: bool) -> float:
     if process.returncode != 0 or milliseconds is None:
         raise RuntimeError(f"a new process failed: {said[-1] if said else process.returncode}")
     return milliseconds
+
+
+def end_with_stdin() -> None:
+    """Ends this process when what it reads from ends: one that hangs must not outlive, with a GPU
+    in its hands, a caller that was killed for it."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main(kernel: str, case_json: str) -> None:
@@ -73,4 +92,5 @@ def main(kernel: str, case_json: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_stdin()
     main(*sys.argv[1:])
