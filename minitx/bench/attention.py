@@ -59,7 +59,7 @@ QUICK_BUDGET_MS = 45.0
 
 HOST = "host"  # on the command line, all HOST_PASSES in one
 START = "start"  # and all START_PASSES
-# Batch, tokens, heads and head dim of a first step: GPT-2's; on a CPU it would take minutes.
+# Batch, tokens, heads and head dim of a first step: GPT-2's, which on a CPU would take minutes.
 START_SHAPE = {"cuda": (2, 1024, 12, 64), "cpu": (1, 50, 2, 32)}
 HOST_SEQ_LEN = 32  # with one head: microseconds on a GPU, and yet not what only decoding runs
 
@@ -84,7 +84,8 @@ class AttentionBenchConfig:
         passes: any of forward, backward, both; host: what a call takes the host, on tensors so
             small that nothing else counts, and within a CUDA graph; and start: seconds from the
             start of a process to the end of its first forward and backward, with empty caches and
-            with full ones. By default all but start, on a CPU without host.
+            with full ones, in one shape whatever lengths and heads are given: GPT-2's on a GPU, a
+            tiny one on a CPU. By default all but start, on a CPU without host.
         is_causal: each query reads the keys up to its own position, or all.
         budget_ms: milliseconds of measuring a result; by default 100 on a GPU.
         quick: fewer lengths, kernels and passes and shorter timing, where those are not given.
