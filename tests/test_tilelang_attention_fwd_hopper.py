@@ -250,6 +250,29 @@ def test_maxima_that_become_huge_from_tile_to_tile(scale):
 
 
 @on_hopper
+@pytest.mark.contract("NaN, inf and huge logits", kernel="tilelang")
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_huge_maximum_that_stays_while_those_of_other_queries_grow(D):
+    # Those of odd queries grow in every tile, and their warps rescale what was summed up for all of
+    # their queries: for even ones by 1, though the product of scale and maximum is rounded.
+    q, k, v = growing_beside_huge(D)
+    q, k, v = q.to("cuda"), k.to("cuda"), v.to("cuda")
+    out, lse = attention(q, k, v, is_causal=False, scale=0.18, kernel="tilelang", return_lse=True)
+    truth = attention_reference(q, k, v, is_causal=False, scale=0.18)
+    torch.testing.assert_close(out.double(), truth[0], rtol=2**-8, atol=2**-10)
+    torch.testing.assert_close(lse.double(), truth[1], rtol=1e-6, atol=1e-5)
+
+
+def growing_beside_huge(D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    v = torch.randn(1, 1, 512, D, generator=torch.Generator().manual_seed(0)).to(BF16)
+    q, k = torch.zeros(1, 1, 200, D, dtype=BF16), torch.zeros_like(v)
+    q[..., ::2, 0] = q[..., 1::2, 1] = 1
+    k[..., 0] = 1.3 * 2.0**24
+    k[..., 1] = 128 * torch.arange(8, 0, -1).repeat_interleave(64)  # keys are read last to first
+    return q, k, v
+
+
+@on_hopper
 @pytest.mark.contract("NaN, inf and huge logits", "empty rows", kernel="tilelang")
 def test_infinite_scores_and_nan():
     def inputs():
