@@ -2,7 +2,9 @@
 
 import csv
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,8 @@ NO_FA3 = {"cpu": "it runs on GPUs only", "cuda": "it computes float16 and bfloat
 
 def measure(case, *kernels, skips=None):
     """{(kernel, pass): row}"""
-    rows = measure_case(lambda message: None, case, kernels, skips or Skips(), budget_ms=1.0)
+    with tempfile.TemporaryDirectory() as caches:
+        rows = measure_case(lambda _: None, case, kernels, skips or Skips(), 1.0, Path(caches))
     return {(r["kernel"], r["pass"]): r for r in rows}
 
 
@@ -217,13 +220,13 @@ def test_a_worker_that_dies_says_how(target, timeout_s, message):
             os.kill(heard, 0)
 
 
-def test_a_crash_costs_one_kernel_and_no_other(monkeypatch):
+def test_a_crash_costs_one_kernel_and_no_other(monkeypatch, tmp_path):
     """`bad` crashes on every shape it is tried on; the reference on the third shape."""
     cases = [replace(CASE, seq_len=n) for n in (1, 2, 3, 4, 5)]
     tried = []
 
     def worker(target, arguments, timeout_s):
-        todo, kernels, skips, _ = arguments
+        todo, kernels, skips, *_ = arguments
         for case in todo:
             yield "doing", "reference"
             if case.seq_len == 3:
@@ -238,7 +241,7 @@ def test_a_crash_costs_one_kernel_and_no_other(monkeypatch):
             yield "rows", [row for one in results.values() for row in one.rows()]
 
     monkeypatch.setattr(attention_bench, "run_worker", worker)
-    batches = list(measure_all(cases, ["good", "bad", "last"], 1.0, 1.0))
+    batches = list(measure_all(cases, ["good", "bad", "last"], 1.0, 1.0, tmp_path))
     found = {(r["seq_len"], r["kernel"]): r["status"] for rows in batches for r in rows}
     gave_up = "failed: crashed on 2 shapes before"
     for length, bad in ((1, "failed: boom"), (2, "failed: boom"), (4, gave_up), (5, gave_up)):
@@ -293,7 +296,7 @@ def test_csv_tables_and_picture(tmp_path, capsys):
 def test_a_failure_of_this_projects_kernels_is_the_commands(tmp_path, monkeypatch):
     failing = ["sdpa"]
 
-    def all_rows(cases, kernels, budget_ms, timeout_s):
+    def all_rows(cases, kernels, *_):
         for case in cases:
             reasons = {k: "failed: boom" if k in failing else "out of memory" for k in kernels}
             yield [row for k in kernels for row in KernelOnCase(k, case, reasons[k]).rows()]

@@ -4,12 +4,13 @@ import csv
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import worker_targets
 
 from minitx.bench import __main__ as bench
-from minitx.bench import start
+from minitx.bench import attention_measure, start
 from minitx.bench.attention import AttentionBenchConfig, make_cases
 from minitx.bench.attention_variants import START_PASSES, Case
 from minitx.bench.processes import run_worker
@@ -68,6 +69,20 @@ def test_a_process_that_hangs_ends_with_its_caller():
         time.sleep(0.1)
     os.kill(started, signal.SIGKILL)
     pytest.fail("it lives on")
+
+
+def test_caches_lie_in_the_callers_folder(tmp_path, monkeypatch):
+    """Which it removes even where the process that measures was killed."""
+    asked = []
+
+    def start_ms(kernel, case, folder, is_warm):
+        asked.append((kernel, folder, is_warm))
+        return 1e6
+
+    monkeypatch.setattr(attention_measure, "start_ms", start_ms)
+    case = replace(CASE, passes=START_PASSES)
+    attention_measure.measure_case(lambda _: None, case, ["eager"], {}, 1.0, tmp_path)
+    assert asked == [("eager", tmp_path / "eager", is_warm) for is_warm in (False, True)]
 
 
 def test_first_steps_are_measured_where_they_are_asked_for():

@@ -11,6 +11,7 @@ take turns in one process. What cannot run, runs out of memory, is wrong, crashe
 that says so. Writes attention.csv, growing with every shape, and attention.png.
 """
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -188,16 +189,20 @@ def _known(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def measure_all(
-    cases: Sequence[Case], kernels: Sequence[str], budget_ms: float, timeout_s: float
+    cases: Sequence[Case],
+    kernels: Sequence[str],
+    budget_ms: float,
+    timeout_s: float,
+    caches: Path,
 ) -> Iterator[list[common.Row]]:
     """The rows of each case. A kernel that crashes or hangs is left out of that case, which is
-    measured again in a new process; after MOST_CRASHES, of all."""
+    measured again in a new process; after MOST_CRASHES, of all. caches: an empty folder."""
     todo, skips = list(cases), Skips()
     crashes: Counter[str] = Counter()
     while todo:
         doing = "reference"
         try:
-            arguments = (tuple(todo), tuple(kernels), skips, budget_ms)
+            arguments = (tuple(todo), tuple(kernels), skips, budget_ms, caches)
             for kind, content in run_worker(measure_cases, arguments, timeout_s):
                 if kind == "rows":
                     todo.pop(0)
@@ -235,8 +240,13 @@ def run(config: AttentionBenchConfig) -> int:
     about = {"label": config.label, **common.environment_columns(device)}
     print(f"{about['device']}, torch {torch.__version__}: {', '.join(kernels)}")
     rows: list[common.Row] = []
-    with exit_on_sigterm(), tqdm(total=len(cases), unit="shape", disable=None) as bar:
-        for measured in measure_all(cases, kernels, budget_ms, config.timeout_s):
+    with (
+        exit_on_sigterm(),
+        # Where a process was killed, one that it started may write there for a moment yet.
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,
+        tqdm(total=len(cases), unit="shape", disable=None) as bar,
+    ):
+        for measured in measure_all(cases, kernels, budget_ms, config.timeout_s, Path(caches)):
             rows += [row | about for row in measured]
             common.write_csv(csv_path, rows)
             bar.update()

@@ -2,7 +2,6 @@
 own."""
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,20 +50,31 @@ Send = Callable[[tuple[str, Any]], None]
 
 
 def measure_cases(
-    send: Send, cases: Sequence[Case], kernels: Sequence[str], skips: Skips, budget_ms: float
+    send: Send,
+    cases: Sequence[Case],
+    kernels: Sequence[str],
+    skips: Skips,
+    budget_ms: float,
+    caches: Path,
 ) -> None:
     """Sends ("doing", kernel) before each step and ("rows", rows) after each case.
 
-    skips: why a kernel is not to be tried on a case.
+    skips: why a kernel is not to be tried on a case. caches: a folder for those of the processes
+    that START_PASSES start; the caller's, for this process may be killed.
     """
     for case in cases:
-        rows = measure_case(send, case, kernels, skips, budget_ms)
+        rows = measure_case(send, case, kernels, skips, budget_ms, caches)
         send(("rows", rows))
         common.free_memory(case.device)
 
 
 def measure_case(
-    send: Send, case: Case, kernels: Sequence[str], skips: Skips, budget_ms: float
+    send: Send,
+    case: Case,
+    kernels: Sequence[str],
+    skips: Skips,
+    budget_ms: float,
+    caches: Path,
 ) -> list[common.Row]:
     """A row for each kernel and pass; what cannot be done is a row that says why."""
     send(("doing", "reference"))
@@ -76,12 +86,11 @@ def measure_case(
             one.check(truth)
     del truth
     # Kernels take turns, so that a clock or temperature that drifts does so for all of them.
-    with tempfile.TemporaryDirectory() as caches:
-        for _ in range(ROUNDS):
-            for kernel, one in measured.items():
-                if one.left():
-                    send(("doing", kernel))
-                    one.sample(budget_ms, Path(caches, kernel))
+    for _ in range(ROUNDS):
+        for kernel, one in measured.items():
+            if one.left():
+                send(("doing", kernel))
+                one.sample(budget_ms, caches / kernel)
     rows = [row for one in measured.values() for row in one.rows()]
     add_ratios(rows)
     return rows
@@ -169,8 +178,7 @@ class KernelOnCase:
             self.status |= dict.fromkeys(self.left(affected), reason)
 
     def sample(self, budget_ms: float, caches: Path) -> None:
-        """Adds a round of runs to every pass that is left and has not had its time. caches: a
-        folder for those of the processes that START_PASSES start."""
+        """Adds a round of runs to every pass that is left and has not had its time."""
         for name in self.left():
             if sum(self.samples[name]) < budget_ms:
                 with self.guarded([name]), self.variant.pinned():
