@@ -7,9 +7,11 @@ Per query the scores become probabilities relative to a maximum m,
 with c = |qk_scale|. Any m gives the same output: it divides the sum of p v by the sum of p. So m
 may lag behind the maximum of the scores so far, as long as nothing becomes too large: it stays
 while no score exceeds it by more than `GROWTH`, in powers of two, and then p stays within 2^GROWTH.
-Where one does, the queries of its warp take the maxima of their scores so far, and what was summed
-up relative to the old ones is multiplied by 2^(c m - c m'). Few tiles do after a query's first; in
-the others the threads of a row have nothing to tell each other, and nothing is rescaled.
+Where one does, its query takes the maximum of its scores so far, and what was summed up relative to
+the old one is multiplied by 2^(c m - c m'). Few tiles do after a query's first; in the others the
+threads of a row have nothing to tell each other, and nothing is rescaled. The warp decides that for
+its queries together, but each takes a new maximum for scores of its own alone: its bits do not hang
+on which queries are its neighbours.
 
 Whether a score grew is asked of its bits. As integers floats of 0 and more are in order, and every
 negative one is below them; a NaN, as products make it, is above. So a limit of 0 or more is
@@ -156,7 +158,9 @@ def make_macros(BLOCK_M: int, BLOCK_N: int) -> Macros:
         T.reduce_max(scores, top, dim=1)
         for i in T.Parallel(BLOCK_M):
             rescale[i] = row_max[i] * factor[i]
-            row_max[i] = T.max(row_max[i], top[i])
+            row_max[i] = T.if_then_else(
+                bits(top[i]) >= limit[i], T.max(row_max[i], top[i]), row_max[i]
+            )
             # The product is exact in the multiply-add below, and rounded in the maximum: with huge
             # scores thousands would be left in the exponent. A power of two rounds neither.
             factor[i] = T.if_then_else(

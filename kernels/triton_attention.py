@@ -18,7 +18,7 @@ bfloat16, D from 1 to 256. Products of float32 are IEEE float32; those of 16-bit
 their dtype and summed in float32. In Triton's interpreter 16-bit inputs are computed in float32 and
 rounded once, as its tl.dot is wrong for bfloat16 (triton-lang/triton#11584).
 
-On a Hopper GPU (compute capability 9.0), with Triton 3.6, 16-bit inputs with a head dim of
+On a Hopper GPU (compute capability 9.0), with Triton 3.6, 16-bit inputs with a head dim of 64 or
 128 go to kernels of their own, triton_attention_hopper.py and triton_attention_bwd_hopper.py:
 `hopper_takes` says which exactly. They compute the same and are faster there; everything else runs
 on what stands here.
@@ -27,7 +27,7 @@ on what stands here.
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -199,7 +199,7 @@ def _fwd_launch(
     out: torch.Tensor,
     is_causal: bool,
     scale: float,
-) -> Launch:
+) -> Callable[..., None]:
     """What fills out and lse, given (q, k, v, out, lse) like these."""
     if hopper_takes(scale, q, k, v, out):
         from minitx.kernels.triton_attention_hopper import fwd_launch_hopper

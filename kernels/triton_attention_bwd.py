@@ -284,6 +284,65 @@ def attention_bwd_dkdv(
         store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
 
 
+def _options(q: torch.Tensor, is_causal: bool, scale: float) -> dict:
+    """What both kernels are compiled with."""
+    return {
+        "D": q.shape[3],
+        "HEAD_DIM": padded_head_dim(q.shape[3]),
+        "IS_CAUSAL": is_causal,
+        "SCALE_SIGN": scale_sign(scale),
+        "EXACT": is_exact(q),
+        "enable_fp_fusion": not is_exact(q),
+    }
+
+
+def dq_launch(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    dq: torch.Tensor | None,
+) -> Launch:
+    """What fills exponent, delta and dq, given (q, k, v, out, lse, dout, dlse, exponent, delta, dq)
+    like these."""
+    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
+    BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
+    return Launch(
+        attention_bwd_dq,
+        q.device,
+        -(-Sq // BLOCK_M) * B * Hq,
+        (
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            dout.stride(),
+            (0, 0, 0) if dlse is None else dlse.stride(),
+            (0, 0, 0, 0) if dq is None else dq.stride(),
+            scale,
+            B * Hq,
+            heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
+            Hq,
+            Hkv,
+            Sq,
+            Skv,
+            rows_pitch(Sq),
+        ),
+        HAS_DLSE=dlse is not None,
+        NEEDS_DQ=dq is not None,
+        WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
+        **_options(q, is_causal, scale),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
 def prepare_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -302,50 +361,11 @@ def prepare_bwd(
 
     dout has out's shape, dlse lse's (None: zero), with any strides; lse is contiguous.
     """
-    B, Hq, Sq, D = q.shape
-    Hkv, Skv = k.shape[1:3]
+    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     pitch = rows_pitch(Sq)
-    common = {
-        "D": D,
-        "HEAD_DIM": padded_head_dim(D),
-        "IS_CAUSAL": is_causal,
-        "SCALE_SIGN": scale_sign(scale),
-        "EXACT": is_exact(q),
-        "enable_fp_fusion": not is_exact(q),
-    }
     launch_dq = launch_dkdv = None
     if q.numel() > 0:
-        BLOCK_M, BLOCK_N, num_warps, num_stages = dq_tiles(q, k)
-        launch_dq = Launch(
-            attention_bwd_dq,
-            q.device,
-            -(-Sq // BLOCK_M) * B * Hq,
-            (
-                q.stride(),
-                k.stride(),
-                v.stride(),
-                out.stride(),
-                dout.stride(),
-                (0, 0, 0) if dlse is None else dlse.stride(),
-                (0, 0, 0, 0) if dq is None else dq.stride(),
-                scale,
-                B * Hq,
-                heads_per_wave(2 * Skv * D * k.element_size(), Hq // Hkv),
-                Hq,
-                Hkv,
-                Sq,
-                Skv,
-                pitch,
-            ),
-            HAS_DLSE=dlse is not None,
-            NEEDS_DQ=dq is not None,
-            WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
-            **common,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+        launch_dq = dq_launch(dout, dlse, q, k, v, out, is_causal, scale, dq)
     if k.numel() > 0 and not (dk is None and dv is None):
         BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
         dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
@@ -373,7 +393,7 @@ def prepare_bwd(
             NEEDS_DK=dk is not None,
             NEEDS_DV=dv is not None,
             WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
-            **common,
+            **_options(q, is_causal, scale),
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             num_warps=num_warps,

@@ -40,6 +40,11 @@ def has_large_tiles(device_index: int) -> bool:
     return properties.shared_memory_per_block_optin >= 160 * 2**10
 
 
+@functools.cache
+def multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """The interpreter pays by the operation, not by the element: the largest tiles of use."""
     BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))
@@ -100,11 +105,11 @@ def hopper_takes(scale: float, q: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether the kernels for Hopper alone can take these tensors, q [B, Hq, Sq, D] and all others
     that they read or write in rows of D; and they are the faster ones wherever they can.
 
-    They are made for 16-bit inputs, a head dim of 128 and a scale that is a normal float32 above 0.
-    Decoding stays with tiles of 16 queries; theirs have 128.
+    They are made for 16-bit inputs, a head dim of 64 or 128 and a scale that is a normal float32
+    above 0. Decoding stays with tiles of 16 queries; theirs have 128 and more.
     """
     return (
-        q.shape[3] == 128
+        q.shape[3] in (64, 128)
         and q.shape[2] > 16
         and q.dtype != torch.float32
         and 2.0**-120 <= scale <= 2.0**120

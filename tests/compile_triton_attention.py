@@ -4,7 +4,7 @@
     TRITON_INTERPRET=0 python tests/compile_triton_attention.py [bf16|fp16] hopper
 
 A line a kernel: its name, shared memory in bytes, and how many wgmma instructions it has. The
-second compiles the kernels for Hopper alone, which have a head dim of 128.
+second compiles the kernels for Hopper alone, for their own head dims.
 """
 
 import sys
@@ -27,8 +27,8 @@ def compile_kernel(
 ):
     """The kernel for contiguous tensors [B, H, S, D] of dtype.
 
-    constants: its constexpr arguments and their values; rows: of each TMA descriptor, the rows it
-    reads at a time, and the layout they get.
+    constants: its constexpr arguments and their values; rows: of each TMA descriptor, the rows (of
+    one without columns, the numbers) it reads at a time, and the layout they get.
     """
     float32 = ("lse_ptr", "dlse_ptr", "exponent_ptr", "delta_ptr")
     signature, constexprs, attributes = {}, {}, {}
@@ -37,9 +37,12 @@ def compile_kernel(
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         elif name in rows:
             n_rows, layout = rows[name]
-            signature[name] = f"tensordesc<{dtype}[1, 1, {n_rows}, {D}],{layout!r}>"
+            is_of_rows = name.removesuffix("_desc") not in ("exponent", "delta")
+            box = f"{dtype}[1, 1, {n_rows}, {D}]" if is_of_rows else f"fp32[{n_rows}]"
+            signature[name] = f"tensordesc<{box},{layout!r}>"
         elif name.endswith("_ptr"):
             signature[name] = "*fp32" if name in float32 else f"*{dtype}"
+            signature[name] = "*i32" if name == "taken_ptr" else signature[name]
             attributes[(i,)] = ALIGNED
         elif name == "dlse_strides":
             signature[name] = ("i32", "i32", "i32")
@@ -84,30 +87,44 @@ def compile_hopper(dtype: str) -> list:
     """The kernels for Hopper alone, causal, with every gradient."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from minitx.kernels.triton_attention_bwd_hopper import (
-        attention_bwd_dkdv_hopper,
-        attention_bwd_dq_hopper,
-    )
-    from minitx.kernels.triton_attention_hopper import attention_fwd_hopper
-    from minitx.kernels.triton_hopper_tiles import TILE_LAYOUT
+    from minitx.kernels import triton_attention_hopper
+    from minitx.kernels.triton_attention_bwd_hopper import attention_bwd_dq_hopper
+    from minitx.kernels.triton_attention_dkdv_hopper import attention_bwd_dkdv_hopper
+    from minitx.kernels.triton_hopper_tiles import FLOATS_LAYOUT, TILE_LAYOUT
 
-    rows = {
-        attention_fwd_hopper: (64, None, 128, 128),
-        attention_bwd_dq_hopper: (64, 64, 128, 128),
-        attention_bwd_dkdv_hopper: (64, 64, 64, 64),
-    }
-    names = ("q_desc", "dout_desc", "k_desc", "v_desc")
+    fwd = triton_attention_hopper.attention_fwd_hopper
+    # Rows, or numbers, that each descriptor reads at a time.
+    of_fwd = {"q": 64, "k": 128, "v": 128}
+    of_dq = {"q": 64, "dout": 64, "k": 128, "v": 128}
+    names = ("q", "dout", "k", "v", "exponent", "delta", "dk", "dv")
+    of_dkdv = dict.fromkeys(names, 64)
     return [
         compile_kernel(
             kernel,
             dtype,
-            128,
+            D,
             {"num_warps": 4, "enable_fp_fusion": True},
-            constants={"IS_CAUSAL": True, "HAS_DLSE": True, "GROUP": 1},
-            rows={name: (n, TILE_LAYOUT) for name, n in zip(names, n_rows, strict=True)},
+            constants={
+                "IS_CAUSAL": True,
+                "HAS_DLSE": True,
+                "GROUP": 1,
+                "HEAD_DIM": D,
+                "GROUPS": triton_attention_hopper.GROUPS[D],
+                "STAGES": triton_attention_hopper.STAGES[D],
+            },
+            rows={
+                f"{name}_desc": (n, FLOATS_LAYOUT if name in ("exponent", "delta") else TILE_LAYOUT)
+                for name, n in read.items()
+            },
             source=GluonASTSource,
         )
-        for kernel, n_rows in rows.items()
+        for kernel, D, read in (
+            (fwd, 64, of_fwd),
+            (fwd, 128, of_fwd),
+            (attention_bwd_dq_hopper, 128, of_dq),
+            (attention_bwd_dkdv_hopper, 64, of_dkdv),
+            (attention_bwd_dkdv_hopper, 128, of_dkdv),
+        )
     ]
 
 

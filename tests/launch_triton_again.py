@@ -75,6 +75,8 @@ def stand_in() -> None:
     torch.cuda.current_device = lambda: None  # type: ignore[assignment, return-value]
     triton_launch._current_stream = lambda index: STREAM
     triton_attention_tiles.has_large_tiles = lambda device_index: True
+    triton_attention_tiles.has_hopper_kernels = lambda device_index: False
+    triton_attention_tiles.multiprocessors = lambda device_index: 132
     launch_once = Launch.__call__
 
     def launch_twice(self: Launch, *tensors) -> None:
@@ -104,18 +106,19 @@ def small() -> None:
     launch(x, None, y)
 
 
-def attention(D: int = 64) -> None:
+def attention(D: int = 64, is_hopper: bool = False) -> None:
     shapes = ((2, 4, 40, D), (2, 2, 56, D), (2, 2, 56, D), (2, 4, 40, D))
     q, k, v, dout = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
     out, lse = triton_attention._fwd(q, k, v, True, 0.1)
     for dlse in (None, torch.zeros(2, 4, 40)):
-        needs = [True, True, dlse is None or D == 128]
+        needs = [True, True, dlse is None or is_hopper]
         triton_attention._bwd(dout, dlse, q, k, v, out, lse, True, 0.1, needs)
 
 
 def hopper() -> None:
     triton_attention_tiles.has_hopper_kernels = lambda device_index: True
-    attention(128)
+    attention(64, is_hopper=True)
+    attention(128, is_hopper=True)
 
 
 def softmax() -> None:

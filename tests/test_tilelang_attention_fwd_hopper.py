@@ -125,13 +125,16 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     assert source.count("__sync_thread_partial") == 2
     assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 1
     assert source.count(" + 2), 128)") == 1
-    # In the loop without a mask scores are awaited while the other product runs, and that one after
-    # some of the exponentials.
+    # In the loop without a mask scores are awaited while the other product runs; what was summed up
+    # is rescaled, once it is there, only where a warp finds that scores grew; and that product is
+    # awaited after some of the exponentials.
     loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
-    order = [loop.index("wait_wgmma<1>"), loop.index("exp2f"), loop.index("wait_wgmma<0>")]
-    order.append(loop.rindex("exp2f"))
+    order = [loop.index(word) for word in ("wait_wgmma<1>", "__any_sync", "max(", "wait_wgmma<0>")]
     assert order == sorted(order)
-    assert "condval" not in loop[: loop.index("max(")]
+    assert "condval" not in loop[: loop.index("__any_sync")]
+    loop = loop[loop.index("wait_wgmma<0>") + 1 :]
+    order = [loop.index("exp2f"), loop.index("wait_wgmma<0>"), loop.rindex("exp2f")]
+    assert order == sorted(order)
 
 
 @on_hopper
@@ -148,6 +151,7 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
         (64, 2, 2, 2200, 2050, "bshd"),
         (128, 2, 1, 130, 900, "bshd"),  # a diagonal that starts inside a tile
         (64, 3, 3, 900, 200, "bshd"),  # blocks without keys
+        (64, 2, 2, 2150, 2150, "bhsd"),  # two warpgroups past the last query
         (128, 2, 2, 128, 128, "bhsd"),  # one tile: no round of the loop
         (128, 2, 2, 256, 256, "bhsd"),  # two: no buffer is filled again
         (80, 2, 2, 390, 390, "bhsd"),  # widths between those of tiles
@@ -221,10 +225,52 @@ def test_scales(scale, is_causal, D):
 @pytest.mark.contract("scale", kernel="tilelang")
 @pytest.mark.parametrize("scale", [0.0, -0.1])
 def test_a_sign_is_taken_into_the_queries_of_each_tile_once(scale):
-    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several.
-    for S, D in ((1200, 64), (1900, 128)):
+    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several; then tiles of which
+    # a warpgroup, past the last query, skips more keys than there are buffers for.
+    for S, D in ((1200, 64), (1900, 128), (2150, 64), (1030, 64)):
         q, k, v = make_qkv(2, 16, 4, S, S, D, device="cuda", dtype=FP16)
         check_forward(q, k, v, is_causal=True, scale=scale)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("step", [0.02, 0.2, -0.2])
+def test_maxima_that_lag(step, dtype):
+    # Tiles of keys come from the last to the first. The last query's scores grow by 2^4 from one to
+    # the next, which a maximum lets pass once or twice, by 2^37 or not at all; those of the first
+    # queries hardly.
+    for S, D in ((700, 64), (2100, 64), (700, 128)):
+        q, k, v = make_qkv(1, 2, 1, S, S, D, device="cuda", dtype=dtype)
+        q[..., 0] = torch.linspace(0, D**0.5, S)
+        k[..., 0] = torch.arange(S) * -step
+        check_forward(q, k, v, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("determinism", kernel="tilelang")
+@pytest.mark.parametrize(("S", "D"), [(700, 64), (2100, 64), (700, 128)])
+def test_bits_do_not_hang_on_a_query_s_neighbours(S, D):
+    # Scores of every seventh query grow from one tile of keys to the next; a warp has 16 queries.
+    q, k, v = make_qkv(1, 1, 1, S, S, D, device="cuda", dtype=BF16)
+    q[..., 0] = 0
+    k[..., 0] = torch.arange(S) * -0.2
+    alone = attention(q, k, v, kernel="tilelang", return_lse=True)
+    q[:, :, ::7, 0] = D**0.5
+    beside = attention(q, k, v, kernel="tilelang", return_lse=True)
+    others = [i for i in range(S) if i % 7]
+    for a, b in zip(alone, beside, strict=True):
+        assert torch.equal(a[:, :, others], b[:, :, others])
+        assert not torch.equal(a, b)
+
+
+@on_hopper
+@pytest.mark.parametrize("offset", [-40.0, 40.0])
+def test_scores_far_from_0(offset):
+    # A limit below 0 is not compared as an integer.
+    for S in (500, 2100):
+        q, k, v = make_qkv(1, 2, 2, S, S, 64, device="cuda", dtype=BF16)
+        q[..., 0], k[..., 0] = 40.0, offset
+        check_forward(q, k, v, is_causal=True)
 
 
 @on_hopper

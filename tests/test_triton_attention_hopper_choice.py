@@ -43,7 +43,6 @@ def test_what_they_take(as_on_hopper):
     far = torch.empty(1, 1, 32, 2**22, dtype=x.dtype)[..., :D]
     for bad in (
         x.float(),
-        x[..., :64],  # another head dim
         x[:, :, :16],  # so few queries that most of a tile would be empty
         odd[..., :D],  # rows at multiples of 8 bytes
         torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x),  # an odd start
@@ -56,6 +55,12 @@ def test_what_they_take(as_on_hopper):
     assert not hopper_takes(0.1, x, x[:, :, :0])  # no keys
     assert not hopper_takes(0.1, x, x, odd[..., :D])
     assert not any(hopper_takes(scale, x) for scale in (0.0, -0.1, 1e-40, 1e300))
+
+
+def test_their_head_dims(as_on_hopper):
+    for D in (32, 64, 96, 128, 256):
+        x = torch.empty(2, 4, 32, D, dtype=torch.bfloat16)
+        assert hopper_takes(0.1, x) == (D in (64, 128))
 
 
 def test_where_they_run(monkeypatch):
@@ -98,7 +103,7 @@ def test_they_compile_where_there_is_no_hopper():
     run = subprocess.run([sys.executable, script, "bf16", "hopper"], env=env, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
     lines = [line.split() for line in run.stdout.decode().splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 5  # two of them for both head dims
     for name, shared, wgmma in lines:
         assert int(shared) <= 227 * 1024, name
         assert int(wgmma) > 0, name
