@@ -56,6 +56,7 @@ class Stats(NamedTuple):
     limit: Any  # int32: scores with these bits or higher ones exceed m by too much
     rescale: Any  # 2^(c m - c m') of the last growth
     top: Any
+    bound: Any  # what no score may exceed while m stays
     peak: Any  # int32 [BLOCK_M, PART]
     other: Any  # int32 [BLOCK_M, PART]
     grew: Any  # int32 [1], of each thread: whether a score of its own reaches its limit
@@ -97,6 +98,7 @@ def alloc_stats(BLOCK_M: int) -> Stats:
         limit=per_query("int32"),
         rescale=per_query(),
         top=per_query(),
+        bound=per_query(),
         peak=per_thread("int32"),
         other=per_thread("int32"),
         grew=T.alloc_local((1,), "int32"),
@@ -154,7 +156,7 @@ def make_macros(BLOCK_M: int, BLOCK_N: int) -> Macros:
 
     @T.macro
     def take_maximum(scores, stats, scale):
-        row_max, row_sum, factor, shift, limit, rescale, top = stats[:7]
+        row_max, row_sum, factor, shift, limit, rescale, top, bound = stats[:8]
         T.reduce_max(scores, top, dim=1)
         for i in T.Parallel(BLOCK_M):
             rescale[i] = row_max[i] * factor[i]
@@ -170,10 +172,11 @@ def make_macros(BLOCK_M: int, BLOCK_N: int) -> Macros:
             # With no key seen yet, -inf - -inf would be NaN.
             shift[i] = T.if_then_else(top[i] == minus_inf, 0.0, top[i])
             rescale[i] = T.exp2(rescale[i] - shift[i])
-            top[i] = T.if_then_else(
+            # Not in top again: TileLang takes the bits of what it held above for its bits here.
+            bound[i] = T.if_then_else(
                 T.abs(top[i]) < NEAR, T.min(row_max[i] + scale.slack, LARGEST), row_max[i]
             )
-            limit[i] = T.if_then_else(top[i] >= 0.0, bits(top[i]) + 1, LOWEST_INT)
+            limit[i] = T.if_then_else(bound[i] >= 0.0, bits(bound[i]) + 1, LOWEST_INT)
         for i, c in T.Parallel(BLOCK_M, PART):
             row_sum[i, c] *= rescale[i]
 

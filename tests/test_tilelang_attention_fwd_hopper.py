@@ -6,6 +6,7 @@ of keys on a buffer is filled again, by the same tile of queries or the next tha
 """
 
 import math
+import re
 import shutil
 
 import pytest
@@ -117,6 +118,10 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     # q k^T, before the loops and in both; p v, p from registers, in the loops and after them.
     assert source.count("tl::wgmma_ss<") == source.count("tl::wgmma_rs<") == 3
     assert source.count("tl::tma_store(") == source.count("+ take_one(taken)") == 1
+    # Limits are of the bits of bounds, not of bits that TileLang kept of what was there before.
+    limits = re.findall(r"= \(\(\*\(int \*\)\(&\((\w+)\)\)\) \+ 1\);", source)
+    assert len(limits) == 3
+    assert all(f"float {name} = bound[" in source for name in limits)
     assert f"warpgroup_reg_alloc<{consumer}>" in source
     assert f"warpgroup_reg_dealloc<{producer}>" in source
     # All wait for one another at the start, all consumers if they change the sign of queries, and

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitx.kernels import attention, supports
-from minitx.testing import check_attention, make_qkv, run_attention
+from minitx.kernels import attention, attention_reference, supports
+from minitx.testing import (
+    check_attention,
+    error_budget,
+    make_qkv,
+    max_error,
+    run_attention,
+)
 
 _probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
 _support = supports("triton", _probe, _probe, _probe)
@@ -440,7 +446,9 @@ def test_one_head_beyond_32_bits():
     torch.testing.assert_close(out, torch.full_like(out, 3.0))
     buffer = torch.randn(1, 100, 2**25, device="cuda", dtype=torch.bfloat16)
     wide = buffer[:, :, :64].unsqueeze(1)
-    torch.testing.assert_close(
-        attention(wide, wide, wide, kernel="triton"),
-        attention(*[wide.contiguous()] * 3, kernel="triton"),
-    )
+    narrow = wide.contiguous()  # for which Hopper has another kernel, that rounds otherwise
+    truth, _ = attention_reference(narrow, narrow, narrow, is_causal=True, scale=0.125)
+    eager = attention(narrow, narrow, narrow, kernel="eager")
+    budget = error_budget(eager, truth, torch.bfloat16)
+    for x in (wide, narrow):
+        assert max_error(attention(x, x, x, kernel="triton"), truth) <= budget
