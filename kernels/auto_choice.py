@@ -37,11 +37,13 @@ TABLES: dict[tuple[int, int], MeasuredTable] = {  # by compute capability
         {
             64: (
                 Choice(0, "sdpa", "tilelang", "tilelang", "tilelang"),
-                Choice(8192, "tilelang", "tilelang", "tilelang", "tilelang"),
+                Choice(8192, "triton", "tilelang", "triton", "tilelang"),
             ),
             128: (
-                Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),
-                Choice(2048, "tilelang", "sdpa", "tilelang", "tilelang"),
+                Choice(0, "sdpa", "tilelang", "tilelang", "tilelang"),
+                Choice(724, "tilelang", "tilelang", "tilelang", "tilelang"),
+                Choice(2048, "triton", "tilelang", "triton", "tilelang"),
+                Choice(32768, "triton", "triton", "triton", "triton"),
             ),
         },
     ),

@@ -232,7 +232,8 @@ HEADER = ("kernel", "compile", "tok/s", "x", "MFU", "GiB", "parity", "|dloss|", 
 
 def table_cells(r: common.Row) -> list[str]:
     """A row under HEADER, as text."""
-    cells = [r["kernel"], "yes" if r["compile"] else "no"]
+    name = f"{r['kernel']} ({r['label']})" if r.get("label") else r["kernel"]
+    cells = [name, "yes" if r["compile"] else "no"]
     if r["status"] not in ("ok", "parity failed"):
         return [*cells, {"out of memory": "memory"}.get(r["status"], "failed"), *["-"] * 7]
     formats = {
