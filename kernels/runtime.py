@@ -150,3 +150,9 @@ def _nvcc_problem() -> str | None:
     except PackageNotFoundError:
         return "it needs nvcc and found none: install the CUDA toolkit or set CUDA_HOME"
     return None
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks that take a whole multiprocessor run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

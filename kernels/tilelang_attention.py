@@ -33,6 +33,7 @@ import torch
 
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
 from minitx.kernels.kept import Empty, remember, remembered
+from minitx.kernels.runtime import multiprocessors
 from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dkdv,
     build_attention_bwd_dq,
@@ -50,7 +51,6 @@ from minitx.kernels.tilelang_attention_tiles import (
     choose_hopper_fwd_tiles,
     choose_tiles,
     has_tma,
-    multiprocessors,
     padded_head_dim,
     takes_hopper_kernels,
 )

@@ -122,12 +122,6 @@ def _table(dtype: torch.dtype, device: torch.device) -> Table:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many blocks that take a whole multiprocessor run at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def has_tma(device: torch.device) -> bool:
     """Whether the device fetches tiles by itself: Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

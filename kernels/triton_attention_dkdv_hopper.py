@@ -2,9 +2,9 @@
 
 The maths is that of triton_attention_bwd.py; exponent and delta of each query come from the kernel
 that makes dQ. A program has 128 keys of one key head, 64 for each of two warpgroups, and walks over
-the queries that see them, 64 at a time, of head after head of those that share the key head. Scores are kept transposed, k q^T, so that p^T and ds^T come out as left
-operands in registers; the last tile's ds^T is kept for the next trip, so that no product waits for
-it:
+the queries that see them, 64 at a time, of head after head of those that share the key head. Scores
+are kept transposed, k q^T, so that p^T and ds^T come out as left operands in registers; the last
+tile's ds^T is kept for the next trip, so that no product waits for it:
 
     tensor cores   S1, dS0^T Q0 | dP1, P1^T dO1 | S2, dS1^T Q1 | ...
     exponentials      | P1            | dS1        | P2

@@ -42,7 +42,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from minitx.kernels.triton_attention_tiles import heads_per_wave, multiprocessors
+from minitx.kernels.runtime import multiprocessors
+from minitx.kernels.triton_attention_tiles import heads_per_wave
 from minitx.kernels.triton_hopper_tiles import (
     LOADER_REGISTERS,
     LOG2E,
@@ -370,7 +371,7 @@ def fwd_launch_hopper(
     launch = Launch(
         attention_fwd_hopper,
         q.device,
-        min(n_work, multiprocessors(q.device.index)),
+        min(n_work, multiprocessors(q.device)),
         (
             out.stride(),
             scale,

@@ -40,11 +40,6 @@ def has_large_tiles(device_index: int) -> bool:
     return properties.shared_memory_per_block_optin >= 160 * 2**10
 
 
-@functools.cache
-def multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 def interpreter_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:
     """The interpreter pays by the operation, not by the element: the largest tiles of use."""
     BLOCK_M = min(128, max(16, triton.next_power_of_2(q.shape[2])))

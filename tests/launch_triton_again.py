@@ -15,7 +15,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from minitx.kernels import triton_attention, triton_attention_tiles, triton_launch, triton_softmax
+from minitx.kernels import (
+    runtime,
+    triton_attention,
+    triton_attention_tiles,
+    triton_launch,
+    triton_softmax,
+)
 from minitx.kernels.triton_launch import Launch
 
 STREAM = 11
@@ -76,7 +82,7 @@ def stand_in() -> None:
     triton_launch._current_stream = lambda index: STREAM
     triton_attention_tiles.has_large_tiles = lambda device_index: True
     triton_attention_tiles.has_hopper_kernels = lambda device_index: False
-    triton_attention_tiles.multiprocessors = lambda device_index: 132
+    runtime.multiprocessors = lambda device: 132  # type: ignore[assignment]
     launch_once = Launch.__call__
 
     def launch_twice(self: Launch, *tensors) -> None:

@@ -17,6 +17,7 @@ if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
 from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
+from minitx.kernels.runtime import multiprocessors  # noqa: E402
 from minitx.kernels.tilelang_attention_bwd_hopper import place_in_tile  # noqa: E402
 from minitx.kernels.tilelang_attention_bwd_rows import (  # noqa: E402
     build_attention_bwd_prepare,
@@ -24,7 +25,6 @@ from minitx.kernels.tilelang_attention_bwd_rows import (  # noqa: E402
 )
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
     choose_hopper_fwd_tiles,
-    multiprocessors,
     takes_hopper_kernels,
 )
 
