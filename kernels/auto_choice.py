@@ -35,15 +35,10 @@ TABLES: dict[tuple[int, int], MeasuredTable] = {  # by compute capability
     (9, 0): MeasuredTable(
         "benchmarks/h200/attention.csv",
         {
-            64: (
-                Choice(0, "sdpa", "tilelang", "tilelang", "tilelang"),
-                Choice(8192, "triton", "tilelang", "triton", "tilelang"),
-            ),
+            64: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
             128: (
-                Choice(0, "sdpa", "tilelang", "tilelang", "tilelang"),
+                Choice(0, "sdpa", "sdpa", "tilelang", "tilelang"),
                 Choice(724, "tilelang", "tilelang", "tilelang", "tilelang"),
-                Choice(2048, "triton", "tilelang", "triton", "tilelang"),
-                Choice(32768, "triton", "triton", "triton", "triton"),
             ),
         },
     ),
