@@ -1,8 +1,9 @@
 """What `auto` runs: the fastest kernel, by measurement where there is one.
 
 The table holds, for a GPU of a compute capability and 16-bit inputs, which kernel was fastest by
-head dim and number of keys. It is drawn from a CSV of `python -m minitx.bench attention`, which
-times the kernels side by side, by `python -m minitx.bench auto CSV`; a test holds the two together.
+head dim and number of keys; there is one for grouped heads and one for others. Each is drawn from
+a CSV of `python -m minitx.bench attention`, which times the kernels side by side, by `python -m
+minitx.bench auto CSV`; a test holds the two together.
 """
 
 import functools
@@ -31,8 +32,9 @@ class MeasuredTable(NamedTuple):
     choices: dict[int, tuple[Choice, ...]]
 
 
-TABLES: dict[tuple[int, int], MeasuredTable] = {  # by compute capability
-    (9, 0): MeasuredTable(
+# By compute capability, and whether several query heads read one key head.
+TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
+    ((9, 0), False): MeasuredTable(
         "benchmarks/h200/attention.csv",
         {
             64: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
@@ -81,7 +83,8 @@ def _fastest(
     Sq, Skv, D = q.shape[2], k.shape[2], q.shape[3]
     if is_causal and 1 < Sq < Skv:
         return "triton", "sdpa would make a mask of Sq x Skv"
-    table = TABLES.get(_capability(q.device))
+    capability, is_grouped = _capability(q.device), q.shape[1] != k.shape[1]
+    table = TABLES.get((capability, is_grouped)) or TABLES.get((capability, False))
     if table is None:
         return default, "no table of measurements for this GPU"
     if q.dtype not in (torch.float16, torch.bfloat16):

@@ -28,14 +28,14 @@ TABLE = MeasuredTable(
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that there is a table for."""
-    monkeypatch.setitem(TABLES, (9, 9), TABLE)
+    monkeypatch.setitem(TABLES, ((9, 9), False), TABLE)
     monkeypatch.setattr(auto_choice, "_capability", lambda device: (9, 9))
 
 
-def tensor(S=100, D=64, dtype=torch.bfloat16, requires_grad=False, device="cuda"):
+def tensor(S=100, D=64, dtype=torch.bfloat16, requires_grad=False, device="cuda", heads=4):
     device = SimpleNamespace(type=device)
     return SimpleNamespace(
-        shape=(2, 4, S, D), dtype=dtype, requires_grad=requires_grad, device=device
+        shape=(2, heads, S, D), dtype=dtype, requires_grad=requires_grad, device=device
     )
 
 
@@ -64,6 +64,15 @@ def choose(q, k=None, v=None, is_causal=True, return_lse=False, unable=()):
 )
 def test_the_fastest_of_the_table(gpu, q, return_lse, expected):
     assert choose(q, return_lse=return_lse) == (expected, "fastest in a.csv")
+
+
+def test_grouped_heads_have_a_table_of_their_own_if_any(gpu, monkeypatch):
+    q, k = tensor(), tensor(heads=2)
+    assert choose(q, k) == ("sdpa", "fastest in a.csv")
+    table = MeasuredTable("b.csv", {64: (Choice(0, *["triton"] * 4),)})
+    monkeypatch.setitem(TABLES, ((9, 9), True), table)
+    assert choose(q, k) == ("triton", "fastest in b.csv")
+    assert choose(q) == ("sdpa", "fastest in a.csv")
 
 
 def test_without_gradients_a_forward_is_all_there_is(gpu):
@@ -142,7 +151,6 @@ def test_choices_from_rows():
         {"status": "out of memory"},
         {"is_causal": "False"},
         {"dtype": "float32"},
-        {"kv_heads": "1"},
         {"pass": "backward"},
         {"kernel": "fa3"},
     ],
@@ -150,6 +158,13 @@ def test_choices_from_rows():
 def test_rows_that_do_not_count(changes):
     more = row("triton", "forward", 512, 0.1) | changes
     assert choices([*ROWS, more]) == choices(ROWS)
+
+
+def test_grouped_heads_and_others_are_not_mixed():
+    grouped = [r | {"kv_heads": "1"} for r in ROWS]
+    assert choices(grouped) == choices(ROWS)
+    with pytest.raises(ValueError, match="each in a run of its own"):
+        choices([*ROWS, *grouped])
 
 
 def test_the_command(tmp_path, capsys):
@@ -163,6 +178,8 @@ def test_the_command(tmp_path, capsys):
     assert bench.main(["auto", str(tmp_path / "missing.csv")]) == 2
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.source)
-def test_every_table_is_what_its_measurement_says(table):
-    assert table.choices == choices(common.read_csv(ROOT / table.source))
+@pytest.mark.parametrize(("kind", "table"), TABLES.items(), ids=lambda x: getattr(x, "source", ""))
+def test_every_table_is_what_its_measurement_says(kind, table):
+    rows = common.read_csv(ROOT / table.source)
+    assert table.choices == choices(rows)
+    assert {r["q_heads"] != r["kv_heads"] for r in rows} == {kind[1]}

@@ -3,6 +3,7 @@
     python -m minitx.bench attention --kernels sdpa,triton,tilelang --out_dir runs/bench
     python -m minitx.bench auto runs/bench/attention.csv      prints it as Python
 
+One CSV gives the table of grouped heads (--groups 4) or that of others: whichever it holds.
 Neighbouring lengths with the same choices become one. Between two measured lengths the shorter
 one's choices hold up to their geometric mean.
 """
@@ -20,20 +21,23 @@ PASSES = {"forward": "forward", "training": "both"}
 
 
 def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
-    """By head dim, from the causal rows of ungrouped heads in a 16-bit dtype. Raises ValueError
-    where a length lacks a pass."""
+    """By head dim, from the causal rows in a 16-bit dtype. Raises ValueError where a length lacks
+    a pass, or rows of grouped heads and of others are mixed."""
     times: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    kinds: set[bool] = set()
     for r in rows:
         kept = (
             r["status"] == "ok"
             and r["is_causal"] == "True"
             and r["dtype"] in ("bfloat16", "float16")
-            and r["q_heads"] == r["kv_heads"]
             and r["pass"] in PASSES.values()
         )
         if kept:
+            kinds.add(r["q_heads"] != r["kv_heads"])
             shape = (int(r["head_dim"]), int(r["seq_len"]))
             times.setdefault(shape, {})[r["kernel"], r["pass"]] = float(r["median_ms"])
+    if len(kinds) > 1:
+        raise ValueError("has grouped heads and others; measure each in a run of its own")
     found: dict[int, list[Choice]] = {}
     lengths: dict[int, int] = {}
     for (head_dim, length), measured in sorted(times.items()):
