@@ -20,9 +20,9 @@ The two passes over a chunk's rows run in Triton (`triton`) or as a few PyTorch 
 
 import torch
 
-# Logits of one chunk. 512 MiB is some 5,000 tokens of a vocabulary of 50,304 in bfloat16: matrices
+# Logits of one chunk. 400 MiB is some 4,000 tokens of a vocabulary of 50,304 in bfloat16: matrices
 # large enough for full tensor-core speed, and passes over dweight that cost little beside them.
-CHUNK_BYTES = 2**29
+CHUNK_BYTES = 400 * 2**20
 CHUNK_MULTIPLE = 128  # tokens; a multiple of every GEMM tile
 
 
@@ -129,10 +129,11 @@ def _run_chunks(
     chunk = _chunk_size(N, V, compute_dtype, chunk_tokens)
     with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(compute_dtype)
+        buffer = w.new_empty(min(N, chunk), V)  # one for all: a chunk's would outlive its turn
         for start in range(0, N, chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(compute_dtype)
-            logits = torch.mm(h, w.t())
+            logits = torch.mm(h, w.t(), out=buffer[: h.shape[0]])
             g = None if row_grad is None else row_grad[rows]
             nll[rows] = cross_entropy_rows(logits, targets[rows], g, ignore_index, wants_grad)
             if wants_hidden:

@@ -1,25 +1,28 @@
-"""Cross-entropy over the rows of a chunk of logits in Triton, two passes, in place.
+"""Cross-entropy over the rows of a chunk of logits in Triton, in place, read once and written once.
 
-    pass 1    max and sum_v exp(z_v - max), online: every lane carries a running maximum and a sum
-              that is relative to it, takes in DEPTH words at once, and the lanes are merged at the
-              end
-    pass 2    dz_v = g (exp(z_v - max) / sum - [v = target]), written over z
+    nll  = log sum_v exp(z_v - max) - (z_target - max)
+    dz_v = g (exp(z_v - max) / sum - [v = target]), written over z
 
-One program has one row of any width. A row of 50,304 words in bfloat16 is 98 KiB, so the second
-pass reads it from L2, and each logit crosses to main memory once each way.
+A row of 50,304 words in bfloat16 is 98 KiB: one program holds no more than a piece of it. Programs
+keep their pieces in registers, and wait for the maximum and the sum of the others
+(triton_groups.py). The one that has the target's logit writes nll.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from minitx.kernels.triton_runtime import launching_on
+from minitx.kernels.triton_groups import Chunks, await_partials, chunk_of, launch_groups, publish
+from minitx.kernels.triton_rows import exp_below, in_float32
 
-LOG2E = tl.constexpr(1.4426950408889634)
+# Kernels are not Python to a type checker:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-LANES = 2048
-DEPTH = 4  # words that a lane takes in at once, and rescales its sum for but once
-WORDS_PER_THREAD = 8  # of neighbouring lanes: 16 bytes of a 16-bit dtype
+# By bytes of a logit. Measured on an H200: see benchmarks/NOTES.md.
+PIECES = {
+    2: Chunks(BLOCK_N=2048, num_warps=1, programs_per_sm=28),
+    4: Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=3),
+}
 
 
 @triton.jit
@@ -28,60 +31,76 @@ def _cross_entropy_rows_kernel(
     targets_ptr,  # [C]
     row_grad_ptr,  # [C]
     nll_ptr,  # [C] float32
+    words_ptr,  # [C, n_pieces] int64, zeros
     row_stride,
+    C,
     V,
+    n_pieces,
     ignore_index,
     HAS_ROW_GRAD: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    PUBLISH: tl.constexpr,
+    WRITE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    target = tl.load(targets_ptr + row).to(tl.int64)
-    lanes = tl.arange(0, LANES)
-    # A target outside of the vocabulary makes the loss NaN: seen, and without a stray read.
-    in_range = (target >= 0) & (target < V)
-    # Read here, ahead of the reductions' barriers: after them another warp may have written dz.
-    z_target = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
+    EXACT: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
+    lanes = tl.arange(0, BLOCK_N)
+    for r in range(tl.program_id(0) // n_pieces, C, tl.num_programs(0) // n_pieces):
+        row = tl.cast(r, tl.int64)
+        piece = chunk_of(r, n_pieces)
+        start = piece * BLOCK_N
+        ptrs = logits_ptr + row * row_stride + start + lanes
+        mask = lanes < V - start
+        partials = words_ptr + row * n_pieces
 
-    if target == ignore_index:
-        tl.store(nll_ptr + row, 0.0)
-        if WRITE_GRAD:
-            for start in range(0, V, LANES):
-                zero = tl.zeros([LANES], dtype=logits_ptr.dtype.element_ty)
-                tl.store(row_ptr + start + lanes, zero, mask=start + lanes < V)
-    else:
-        lane_max = tl.full([LANES], -float("inf"), dtype=tl.float32)
-        lane_sum = tl.zeros([LANES], dtype=tl.float32)
-        for start in range(0, V, DEPTH * LANES):
-            cols = start + tl.arange(0, DEPTH)[:, None] * LANES + lanes[None, :]
-            z = tl.load(row_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-            new_max = tl.maximum(lane_max, tl.max(z, axis=0))
-            # While a lane has seen -inf alone, exp(-inf - 0) is 0 where exp(-inf - -inf) is NaN.
-            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-            lane_sum *= tl.exp2((lane_max - shift) * LOG2E)
-            lane_sum += tl.sum(tl.exp2((z - shift[None, :]) * LOG2E), axis=0)
-            lane_max = new_max
-        row_max = tl.max(lane_max, axis=0)
-        shift = tl.where(row_max == -float("inf"), 0.0, row_max)
-        row_sum = tl.sum(lane_sum * tl.exp2((lane_max - shift) * LOG2E), axis=0)
-        # log(sum) - (z - max) and not (max + log(sum)) - z: that would carry the rounding of lse.
-        tl.store(nll_ptr + row, tl.log(row_sum) - (z_target - shift))
+        z = tl.load(ptrs, mask=mask, other=-float("inf"))  # [BLOCK_N]
+        target = tl.load(targets_ptr + row).to(tl.int64)
+        # A target outside of the vocabulary makes the loss NaN: seen, and without a stray read.
+        in_range = (target >= 0) & (target < V)
+        writes_nll = piece == tl.where(in_range, target // BLOCK_N, 0)
+        if PUBLISH:
+            piece_max = tl.max(in_float32(z))
+            piece_sum = tl.sum(exp_below(in_float32(z), piece_max, EXACT))
+            publish(partials + piece, piece_max, piece_sum)
 
-        if WRITE_GRAD:
-            factor = 1.0
-            if HAS_ROW_GRAD:
-                factor = tl.load(row_grad_ptr + row).to(tl.float32)
-            factor = tl.where(in_range, factor, float("nan"))
-            # Once: a division costs as much as an exponential.
-            scale = 1.0 / row_sum  # pyright: ignore[reportOperatorIssue]
-            for start in range(0, V, DEPTH * LANES):
-                cols = start + tl.arange(0, DEPTH)[:, None] * LANES + lanes[None, :]
-                z = tl.load(row_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-                p = tl.exp2((z - shift) * LOG2E) * scale
-                dz = (p - tl.where(cols == target, 1.0, 0.0)) * factor
-                tl.store(row_ptr + cols, dz.to(logits_ptr.dtype.element_ty), mask=cols < V)
+        if WRITE and (WRITE_GRAD or writes_nll):
+            # Read here, ahead of the reductions' barriers: after them another warp may have
+            # written dz.
+            z_target = tl.load(
+                logits_ptr + row * row_stride + target,
+                mask=in_range & writes_nll,
+                other=float("nan"),
+            ).to(tl.float32)
+            row_max = -float("inf")
+            row_sum = 0.0
+            for first in range(0, n_pieces, MERGE):
+                m, s = await_partials(partials, first, n_pieces, -float("inf"), 0.0, MERGE)
+                larger = tl.maximum(row_max, tl.max(m))
+                row_sum *= exp_below(row_max, larger, EXACT)
+                row_sum += tl.sum(s * exp_below(m, larger, EXACT))
+                row_max = larger
+
+            is_ignored = target == ignore_index
+            if writes_nll:
+                # log(sum) - (z - max) and not (max + log(sum)) - z: that would carry the rounding
+                # of lse.
+                shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+                nll = tl.log(row_sum) - (z_target - shift)
+                tl.store(nll_ptr + row, tl.where(is_ignored, 0.0, nll))
+            if WRITE_GRAD:
+                if is_ignored:
+                    zero = tl.zeros([BLOCK_N], dtype=logits_ptr.dtype.element_ty)
+                    tl.store(ptrs, zero, mask=mask)
+                else:
+                    factor = 1.0
+                    if HAS_ROW_GRAD:
+                        factor = tl.load(row_grad_ptr + row).to(tl.float32)
+                    factor = tl.where(in_range, factor, float("nan"))
+                    # Once: a division costs as much as an exponential.
+                    p = exp_below(in_float32(z), row_max, EXACT) * (1.0 / row_sum)
+                    dz = (p - tl.where(lanes == target - start, 1.0, 0.0)) * factor
+                    tl.store(ptrs, dz.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
 def cross_entropy_rows(
@@ -104,20 +123,27 @@ def cross_entropy_rows(
         return nll
     C, V = logits.shape
     nll = torch.empty(C, dtype=torch.float32, device=logits.device)
-    lanes = min(LANES, triton.next_power_of_2(V))
-    with launching_on(logits.device):
-        _cross_entropy_rows_kernel[(C,)](
+    pieces = PIECES[logits.element_size()]
+    pieces = pieces._replace(BLOCK_N=min(pieces.BLOCK_N, triton.next_power_of_2(V)))
+    n_pieces = triton.cdiv(V, pieces.BLOCK_N)
+    words = torch.zeros(C * n_pieces, dtype=torch.int64, device=logits.device)
+
+    def launch(n_groups: int, **options) -> None:
+        _cross_entropy_rows_kernel[(n_groups * n_pieces,)](
             logits,
             targets.contiguous(),
             nll if row_grad is None else row_grad.contiguous(),
             nll,
+            words,
             logits.stride(0),
+            C,
             V,
+            n_pieces,
             ignore_index,
             HAS_ROW_GRAD=row_grad is not None,
             WRITE_GRAD=write_grad,
-            LANES=lanes,
-            DEPTH=min(DEPTH, triton.next_power_of_2(triton.cdiv(V, lanes))),
-            num_warps=max(1, lanes // (32 * WORDS_PER_THREAD)),  # pyright: ignore[reportCallIssue]
+            **options,
         )
+
+    launch_groups(launch, C, n_pieces, pieces, logits.device)
     return nll

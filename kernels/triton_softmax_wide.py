@@ -2,41 +2,31 @@
 
 A row is cut into chunks of BLOCK_N columns. A program loads its chunk, reduces it to a partial
 result, its maximum m_c and s_c = sum exp(x - m_c), and publishes that; waits for those of the other
-chunks and merges them,
+chunks (triton_groups.py) and merges them,
 
     m = max_c m_c,   s = sum_c s_c exp(m_c - m);
 
 and writes exp(x - m) / s, having kept x in registers. Memory is read once and written once. Chunks
-past what a causal row sees are zeros, and wait for no one. The programs of a row are a group, and
-groups walk over the rows:
+past what a causal row sees are zeros, and wait for no one.
 
-    group 0   chunk 0, 1, 2, ...    rows 0, n_groups, 2 n_groups, ...
-    group 1   chunk 0, 1, 2, ...    rows 1, n_groups + 1, ...
-
-Programs that wait for one another must all be running. So the grid is no larger than what the GPU
-holds at once (a limit of registers a thread makes sure of `programs_per_sm`), and it is launched as
-a cooperative grid: the GPU starts all of it or none, whatever else is running. Within a group every
-program takes the rows in the same order and publishes before it waits, so no one waits for ever.
-
-Where a row has more chunks than that (with 132 SMs: beyond 4.3 million columns, 3.2 million in
-float32's backward), and in Triton's interpreter, whose programs run one after the other, the same
-kernel is launched twice: first to publish, then to merge and write. Then memory is read twice.
-
-A partial result is two float32 in one 64-bit word, so it is seen whole or not at all, and no fence
-is needed. 0 means not there yet, and is not the word of any partial result: s_c of 0 goes with an
-m_c of -inf. Partial results are merged in the same order every time, so results do not vary from
-run to run.
+Where a row has more chunks than programs fit on the GPU (with 132 SMs: beyond 4.3 million columns,
+3.2 million in float32's backward), and in Triton's interpreter, the same kernel is launched twice:
+first to publish, then to merge and write. Then memory is read twice.
 
 The backward is the same with dx_j = y_j (dy_j - sum_k y_k dy_k): its sum is what is merged.
 """
-
-import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.triton_groups import (
+    Chunks,
+    await_partials,
+    chunk_of,
+    launch_groups,
+    publish,
+)
 from minitx.kernels.triton_rows import (
     VECTOR_BYTES,
     can_shift,
@@ -53,45 +43,10 @@ from minitx.kernels.triton_rows import (
     vector_of,
     visible_columns,
 )
-from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
+from minitx.kernels.triton_runtime import device_function
 
 # Kernels are not Python to a type checker:
 # pyright: reportCallIssue=false, reportOperatorIssue=false
-
-
-@device_function
-def _publish(word_ptr, a, b):
-    """Stores two float32 scalars as one word."""
-    high = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    low = b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_xchg(word_ptr, high | low, sem="relaxed")
-
-
-@device_function
-def _await_partials(words_ptr, first, end, a_padding, b_padding, MERGE: tl.constexpr):
-    """The partial results of chunks `first` to `end` - 1, two float32 tensors of [MERGE].
-
-    MERGE is a word for each thread, not less: several threads that load the same word may not see
-    it change at the same time, and would leave the loop at different times.
-    """
-    chunks = first + tl.arange(0, MERGE)
-    mask = chunks < end
-    words = tl.load(words_ptr + chunks, mask=mask, other=1, volatile=True)
-    while tl.min(tl.where(words == 0, 0, 1)) == 0:
-        words = tl.load(words_ptr + chunks, mask=mask, other=1, volatile=True)
-    a = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    b = words.to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(mask, a, a_padding), tl.where(mask, b, b_padding)
-
-
-@device_function
-def _chunk_of(row, n_chunks):
-    """The chunk of `row` that this program holds, in 64 bits.
-
-    It is another one in each of the program's rows: causal rows leave more to do in the first.
-    """
-    n_groups = tl.num_programs(0) // n_chunks
-    return tl.cast((tl.program_id(0) + row // n_groups) % n_chunks, tl.int64)
 
 
 @device_function
@@ -145,7 +100,7 @@ def _wide_fwd_kernel(
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     VECTOR: tl.constexpr = VECTOR_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     for r in range(tl.program_id(0) // n_chunks, n_rows, tl.num_programs(0) // n_chunks):
-        chunk = _chunk_of(r, n_chunks)
+        chunk = chunk_of(r, n_chunks)
         row = tl.cast(r, tl.int64)
         start = chunk * BLOCK_N
         lanes = tl.arange(0, BLOCK_N)
@@ -174,13 +129,13 @@ def _wide_fwd_kernel(
             chunk_max = tl.max(in_float32(x))
             p = exp_below(in_float32(x), chunk_max, EXACT)
             if PUBLISH:
-                _publish(partials + chunk, chunk_max, tl.sum(p))
+                publish(partials + chunk, chunk_max, tl.sum(p))
 
             if WRITE:
                 row_max = -float("inf")
                 row_sum = 0.0
                 for first in range(0, awaited, MERGE):
-                    m, s = _await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
+                    m, s = await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
                     larger = tl.maximum(row_max, tl.max(m))
                     row_sum *= exp_below(row_max, larger, EXACT)
                     row_sum += tl.sum(s * exp_below(m, larger, EXACT))
@@ -225,7 +180,7 @@ def _wide_bwd_kernel(
 ):
     VECTOR: tl.constexpr = VECTOR_BYTES * 8 // y_ptr.dtype.element_ty.primitive_bitwidth
     for r in range(tl.program_id(0) // n_chunks, n_rows, tl.num_programs(0) // n_chunks):
-        chunk = _chunk_of(r, n_chunks)
+        chunk = chunk_of(r, n_chunks)
         row = tl.cast(r, tl.int64)
         start = chunk * BLOCK_N
         lanes = tl.arange(0, BLOCK_N)
@@ -249,12 +204,12 @@ def _wide_bwd_kernel(
             )
             if PUBLISH:
                 dot = tl.sum(in_float32(y) * in_float32(dy))
-                _publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word but 0
+                publish(partials + chunk, dot, tl.full((), 1.0, tl.float32))  # a word but 0
 
             if WRITE:
                 delta = 0.0
                 for first in range(0, awaited, MERGE):
-                    dots, _ones = _await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
+                    dots, _ones = await_partials(partials, first, awaited, 0.0, 1.0, MERGE)
                     delta += tl.sum(dots)
 
                 dx = gradient(in_float32(y), in_float32(dy), delta)
@@ -270,20 +225,6 @@ def _wide_bwd_kernel(
                     tl.store(dx_row + shift + cols, edge_dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-class Chunks(NamedTuple):
-    """How rows are cut, and how many programs every SM can hold at once."""
-
-    BLOCK_N: int
-    num_warps: int
-    programs_per_sm: int
-
-    @property
-    def max_registers(self) -> int:
-        """What a thread may use for that: an SM has 65536, given to threads in eights."""
-        return 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8
-
-
-MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
 # By bytes of an element, and whether causal: that takes more registers. Measured on an H200: see
 # benchmarks/NOTES.md.
 FWD = {
@@ -300,20 +241,9 @@ BWD = {
 }
 
 
-@functools.cache
-def _programs_at_once(device: torch.device, chunks: Chunks) -> int:
-    """How many programs may wait for one another; none in the interpreter."""
-    if IS_INTERPRETED:
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    room = properties.max_threads_per_multi_processor // (32 * chunks.num_warps)
-    return properties.multi_processor_count * min(chunks.programs_per_sm, room)
-
-
 def _launch(
     kernel: triton.JITFunction, tensors: tuple[torch.Tensor, ...], chunks: Chunks, is_causal: bool
 ) -> None:
-    """One launch where all of a row's chunks can be held at once, two where they cannot."""
     rows = tensors[0]
     n_cols = rows.shape[-1]
     sizes, strides = merge_leading_dims(*tensors)
@@ -335,25 +265,10 @@ def _launch(
             n_chunks,
             IS_CAUSAL=is_causal,
             SHIFTED=is_shifted,
-            BLOCK_N=chunks.BLOCK_N,
-            MERGE=max(32 * chunks.num_warps, MERGED_AT_ONCE),
-            num_warps=chunks.num_warps,
             **options,
         )
 
-    n_groups = _programs_at_once(rows.device, chunks) // n_chunks
-    with launching_on(rows.device):
-        if n_groups > 0:
-            launch(
-                min(n_groups, n_rows),
-                PUBLISH=True,
-                WRITE=True,
-                maxnreg=chunks.max_registers,
-                launch_cooperative_grid=True,
-            )
-        else:
-            launch(n_rows, PUBLISH=True, WRITE=False)
-            launch(n_rows, PUBLISH=False, WRITE=True)
+    launch_groups(launch, n_rows, n_chunks, chunks, rows.device)
 
 
 def launch_wide_fwd(x: torch.Tensor, y: torch.Tensor, is_causal: bool) -> None:

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minitx.kernels import triton_launch, triton_softmax, triton_softmax_wide
+from minitx.kernels import triton_groups, triton_launch, triton_softmax, triton_softmax_wide
 
 TYPES = {
     torch.float32: "*fp32",
@@ -117,10 +117,10 @@ def compile_all(dtype: torch.dtype, n_cols: int) -> list[Compiled]:
         for module, names in KERNELS.items():
             for name in names:
                 replace(module, name, Recorder(getattr(module, name), found))
-        for module in (triton_launch, triton_softmax_wide):
+        for module in (triton_launch, triton_groups):
             replace(module, "launching_on", lambda device: contextlib.nullcontext())
         replace(triton_launch, "CAN_RUN_AGAIN", False)
-        replace(triton_softmax_wide, "_programs_at_once", lambda _, c: 132 * c.programs_per_sm)
+        replace(triton_groups, "programs_at_once", lambda _, c: 132 * c.programs_per_sm)
         # On a CPU, so that addresses are real ones: nothing is launched.
         x = torch.empty(64, n_cols, dtype=dtype)
         for is_causal in (False, True):

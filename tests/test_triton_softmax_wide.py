@@ -18,7 +18,7 @@ from minitx.testing import max_error
 if not supports_softmax("triton", torch.zeros(1)).ok and not torch.cuda.is_available():
     pytest.skip(supports_softmax("triton", torch.zeros(1)).reason, allow_module_level=True)
 
-from minitx.kernels import triton_softmax
+from minitx.kernels import triton_groups, triton_softmax
 from minitx.kernels import triton_softmax_wide as wide
 from minitx.kernels.triton_runtime import launching_on
 
@@ -37,11 +37,11 @@ def split_small(monkeypatch):
 def split_anyhow(request, monkeypatch, split_small, device):
     """In each of the ways there are; the interpreter has the last alone."""
     if request.param == "two launches":
-        monkeypatch.setattr(wide, "_programs_at_once", lambda *_: 0)
+        monkeypatch.setattr(triton_groups, "programs_at_once", lambda *_: 0)
     elif device == "cpu":
         pytest.skip("programs that wait for one another need a GPU")
     elif request.param == "few groups":  # of up to 9 chunks, so that a group has many rows
-        monkeypatch.setattr(wide, "_programs_at_once", lambda *_: 9)
+        monkeypatch.setattr(triton_groups, "programs_at_once", lambda *_: 9)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 100), (7, 33), (2, 3, 4, 16)])
@@ -148,13 +148,13 @@ def test_what_the_compiler_makes_of_it(tmp_path):
 @pytest.fixture
 def one_launch(monkeypatch):
     """Fails where a call takes two launches."""
-    programs_at_once = wide._programs_at_once
+    programs_at_once = triton_groups.programs_at_once
 
     def enough(*arguments):
         assert programs_at_once(*arguments) >= 256
         return programs_at_once(*arguments)
 
-    monkeypatch.setattr(wide, "_programs_at_once", enough)
+    monkeypatch.setattr(triton_groups, "programs_at_once", enough)
 
 
 @pytest.mark.gpu
