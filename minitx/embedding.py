@@ -3,7 +3,8 @@
 The gradient of a row is a sum over the tokens that read it. PyTorch's own kernel sorts them and
 sums in a fixed order; torch.compile's would add them up by atomics, in whatever order they come,
 and a resumed run would not be the run that was never stopped. Compiled code is therefore given
-PyTorch's kernel, as an op that it cannot look into.
+kernels that do as PyTorch's, as an op that it cannot look into: on a GPU in Triton
+(triton_embedding.py), elsewhere PyTorch's.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from minitx.kernels.runtime import triton_problem
 
 
 class Embedding(nn.Embedding):
@@ -38,6 +41,11 @@ def _(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("minitx::embedding_bwd", mutates_args=())
 def _embedding_bwd(dout: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, width]: the sum of dout [..., width] over the places where ids [...] name the row."""
+    on_gpu = dout.is_cuda and dout.dtype != torch.float64
+    if on_gpu and triton_problem("cuda", dout.device.index) is None:
+        from minitx.kernels.triton_embedding import embedding_grad
+
+        return embedding_grad(dout.flatten(0, -2), ids.flatten(), rows)
     return torch.ops.aten.embedding_dense_backward(dout, ids, rows, -1, False)
 
 
