@@ -199,9 +199,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
-        # The norm is of the unscaled gradient; with clipping off it is still worth its line.
-        max_norm = self.config.optim.grad_clip or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        grad_norm = self._clip()
         values = torch.stack((loss.double(), grad_norm.double()))
         arrived = None
         if self.looks_later:
@@ -223,6 +221,19 @@ class Trainer:
             earlier, self.unseen = self.unseen, unseen
             if earlier is not None:
                 self._look_at(earlier)
+
+    def _clip(self) -> torch.Tensor:
+        """The norm of the gradient, which is clipped by it: by the optimizer itself where that
+        is fused, as it passes over all gradients anyway."""
+        # The norm is of the unscaled gradient; with clipping off it is still worth its line.
+        max_norm = self.config.optim.grad_clip or math.inf
+        if not self.looks_later:
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm < math.inf else None
+        self.optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
+        return grad_norm
 
     def _look_at(self, step: Unseen) -> None:
         """Waits for a step's numbers: `last` becomes its result. Raises NonFiniteError."""

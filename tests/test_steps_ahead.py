@@ -79,6 +79,26 @@ def test_steps_ahead_are_the_steps_that_are_waited_for(make, device):
     assert_same(ahead, waited)
 
 
+@pytest.mark.parametrize("grad_clip", [0.1, 0.0])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fused_optimizer_clips(config, make, device, grad_clip):
+    """As after clip_grad_norm_: gradients of about 2, clipped to 0.1 or not. Its moments tell:
+    AdamW's steps would be as long without."""
+    config.optim.grad_clip = grad_clip
+    fused = make(device)
+    for _ in range(3):
+        norm = fused.step().grad_norm
+    plain = make(device)
+    plain.looks_later = False
+    del plain.optimizer.found_inf
+    for _ in range(3):
+        want = plain.step().grad_norm
+    assert norm == pytest.approx(want, rel=1e-4)
+    assert norm > 0.5
+    for mine, yours in zip(optimizer_state(fused), optimizer_state(plain), strict=True):
+        torch.testing.assert_close(mine, yours, rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_broken_step_and_those_after_it_change_nothing(make, device, where):
