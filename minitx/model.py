@@ -23,8 +23,10 @@ from einops import rearrange
 from torch import nn
 
 from minitx.embedding import Embedding
+from minitx.gelu import gelu
 from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy, packed_attention
-from minitx.recompute import Recompute, run_block
+from minitx.norm import kept_of_norm, norm_linear, run_norm
+from minitx.recompute import BLOCKS_AN_UP, Recompute, checkpointed
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
 
 INIT_STD = 0.02
@@ -153,10 +155,13 @@ def make_norm(config: GPTConfig, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, kernel: str) -> None:
+    def __init__(
+        self, config: GPTConfig, layer: int, kernel: str, recompute: Recompute = "none"
+    ) -> None:
         super().__init__()
         H, Hkv, D = config.n_head, config.kv_heads, config.head_width
         self.layer, self.kernel = layer, kernel
+        self.recompute: Recompute = recompute
         self.heads = (H, Hkv, Hkv)
         self.head_dim = D
         self.qkv = nn.Linear(config.n_embd, (H + 2 * Hkv) * D, bias=config.bias)
@@ -165,12 +170,29 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
+        self,
+        x: torch.Tensor,
+        norm: nn.Module,
+        rope: RotaryEmbedding | None,
+        cache: KVCache | None,
     ) -> torch.Tensor:
-        fused = rearrange(self.qkv(x), "b s (h d) -> b s h d", d=self.head_dim)
+        """Attention of norm(x) [B, S, E]."""
+        fused = norm_linear(norm, self.qkv, kept_of_norm(norm, x), self.recompute)
+        fused = rearrange(fused, "b s (h d) -> b s h d", d=self.head_dim)
+        if self.recompute == "selective":
+            out = checkpointed(self._attend, fused, rope, cache)
+            return checkpointed(self._project, out)
+        return self._project(self._attend(fused, rope, cache))
+
+    def _project(self, out: torch.Tensor) -> torch.Tensor:
+        return self.proj(rearrange(out, "b h s d -> b s (h d)"))
+
+    def _attend(
+        self, fused: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
+    ) -> torch.Tensor:
+        """[B, H, S, D] of fused [B, S, H + 2 Hkv, D]."""
         if self.q_norm is None and rope is None and cache is None:
-            out = packed_attention(fused, self.heads[0], is_causal=True, kernel=self.kernel)
-            return self.proj(rearrange(out, "b h s d -> b s (h d)"))
+            return packed_attention(fused, self.heads[0], is_causal=True, kernel=self.kernel)
         q, k, v = fused.split(self.heads, dim=2)  # [B, S, H or Hkv, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -183,51 +205,52 @@ class Attention(nn.Module):
             q = q.to(k.dtype)
         # Bottom-right causality: with a cache the S queries are the last of T tokens.
         out = attention(q, k, v, is_causal=True, kernel=self.kernel)
-        return self.proj(rearrange(out, "b h s d -> b s (h d)"))
+        assert isinstance(out, torch.Tensor)  # without lse
+        return out
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int, recompute: Recompute = "none") -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
+        self.makes_up_again = layer % BLOCKS_AN_UP == 0
         self.gated = config.mlp == "swiglu"
         width = config.mlp_width
         self.up = nn.Linear(config.n_embd, width * (2 if self.gated else 1), bias=config.bias)
         self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
+    def forward(self, x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """The MLP of norm(x) [B, S, E]."""
+        kept = kept_of_norm(norm, x)
+        if self.recompute != "selective":
+            return self._down(norm_linear(norm, self.up, kept))
+        if self.makes_up_again:
+            return checkpointed(lambda z: self._down(norm_linear(norm, self.up, z)), kept)
+        return checkpointed(self._down, norm_linear(norm, self.up, kept, self.recompute))
+
+    def _down(self, h: torch.Tensor) -> torch.Tensor:
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
             return self.proj(F.silu(gate) * h)
         return self.proj(gelu(h))
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415):
-    x / 2 (1 + tanh u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    # (1 + tanh u) / 2 = sigmoid(2 u): one exponential, where the tanh that compiled code would call
-    # takes so many instructions that memory waits for it.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
-    return (wide * torch.sigmoid(2 * u)).to(x.dtype)
-
-
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, kernel: str) -> None:
+    def __init__(
+        self, config: GPTConfig, layer: int, kernel: str, recompute: Recompute = "none"
+    ) -> None:
         super().__init__()
         self.attn_norm = make_norm(config, config.n_embd)
-        self.attn = Attention(config, layer, kernel)
+        self.attn = Attention(config, layer, kernel, recompute)
         self.mlp_norm = make_norm(config, config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer, recompute)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rope, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attn(x, self.attn_norm, rope, cache))
+        return x + self.dropout(self.mlp(x, self.mlp_norm))
 
 
 class GPT(nn.Module):
@@ -256,7 +279,9 @@ class GPT(nn.Module):
             )
             self.rope = RotaryEmbedding(inv_freq, factor, config.max_seq_len)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, i, kernel) for i in range(config.n_layer))
+        self.blocks = nn.ModuleList(
+            Block(config, i, kernel, recompute) for i in range(config.n_layer)
+        )
         self.norm = make_norm(config, E)
         # With tied embeddings there is no second module, so the weight exists, and is saved, once.
         self.head = None if config.tie_embeddings else nn.Linear(E, V, bias=False)
@@ -325,10 +350,13 @@ class GPT(nn.Module):
         x = self.dropout(x)
         draws_random = self.training and self.config.dropout > 0
         for block in self.blocks:
-            x = run_block(self.recompute, block, x, self.rope, cache, draws_random=draws_random)
+            if self.recompute == "full":
+                x = checkpointed(block, x, self.rope, cache, draws_random=draws_random)
+            else:
+                x = block(x, self.rope, cache)
         if cache is not None:
             cache.length += S
-        return self.norm(x)
+        return run_norm(self.norm, x)
 
     def forward(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """tokens [B, S] int64 -> logits [B, S, V]. logits[:, i] predict the token after tokens[:,

@@ -9,8 +9,9 @@ from functorch.compile import make_boxed_func, nop
 from torch._dynamo.backends.common import aot_autograd
 
 from minitx.embedding import Embedding
+from minitx.gelu import gelu
 from minitx.kernels import attention_reference
-from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, gelu, num_params
+from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, num_params
 from minitx.rope import RotaryEmbedding, inverse_frequencies
 
 KERNELS = ["eager", "sdpa", "triton-softmax", "tilelang-softmax", "triton", "tilelang"]
@@ -88,7 +89,7 @@ def test_grouped_queries_read_their_own_key_head():
     block = GPT(config, "eager").blocks[0]
     x = torch.randn(1, 6, 32)
     with torch.no_grad():
-        got = block.attn(x, None, None)
+        got = block.attn(x, torch.nn.Identity(), None, None)
         q, k, v = (x @ block.attn.qkv.weight.T).split([32, 16, 16], dim=-1)
         heads = []
         for h in range(4):

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
 from minitx.kernels.reference import attention_reference
 from minitx.model import GPT, GPTConfig
-from minitx.recompute import run_block
+from minitx.recompute import checkpointed
 
 MODES = ["selective", "full"]
 B, S, E = 2, 24, 32
@@ -51,8 +51,7 @@ def test_the_gradients_are_the_same_to_the_bit(kernel, changes, mode, dtype, dev
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_attention_is_computed_once(mode, monkeypatch):
+def test_attention_is_computed_once():
     """An attention op that counts: the backward has its out and lse, and makes the rest again."""
     calls = {"fwd": 0, "bwd": 0, "block": 0}
 
@@ -70,14 +69,14 @@ def test_attention_is_computed_once(mode, monkeypatch):
         assert lse.isfinite().all()
         return tuple(g.zero_() for g in empty_grads(q, k, v, needs))
 
-    attend = define_attention(f"counting_{mode}", fwd, bwd)
+    attend = define_attention("counting", fwd, bwd)
 
     def block(x):
         calls["block"] += 1
         return attend(x.sin(), x.cos(), x.exp(), True, 0.5)[0] * x
 
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
-    run_block(mode, block, x, draws_random=False).sum().backward()
+    checkpointed(block, x).sum().backward()
     assert calls == {"fwd": 1, "bwd": 1, "block": 2}
 
 
@@ -128,7 +127,8 @@ def kept_bytes(forward: torch.fx.GraphModule) -> int:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_compiled_each_mode_keeps_less_and_makes_again_what_it_says(device):
     """Products of a layer: qkv, attention's proj, up and proj, two each in the backward. The result
-    of the last is asked for by nobody but, in the last layer, the final norm."""
+    of the last is asked for by nobody but, in the last layer, the final norm. Of these two layers
+    selective makes the first one's up again."""
     layers, products, kept = 2, {}, {}
     for mode in ("none", *MODES):
         forward, backward = graphs(mode, device)
@@ -137,7 +137,7 @@ def test_compiled_each_mode_keeps_less_and_makes_again_what_it_says(device):
         assert count(forward, "attention_fwd") == layers
         assert count(backward, "attention_fwd") == 0
         assert count(backward, "attention_bwd") == layers
-    assert products == {"none": 8 * layers, "selective": 8 * layers, "full": 11 * layers + 1}
+    assert products == {"none": 8 * layers, "selective": 8 * layers + 1, "full": 11 * layers + 1}
     assert kept["none"] > kept["selective"] > kept["full"]
 
 
@@ -162,6 +162,7 @@ def test_memory_falls_by_what_is_not_kept(compile):
             model.zero_grad(set_to_none=True)
         del model, loss
     # In MiB a layer, of tensors of 8,192 x 768 in bfloat16 (12 MiB): full keeps a float32 input
-    # and out, 36; selective qkv, proj and up beside them, 132.
+    # and out, 36; selective qkv, out, on average 36 of up, and the norms' results in bfloat16,
+    # 108, or, not compiled, their inputs in float32, 132.
     assert live["full"] < 12 * 50 + 100
-    assert live["full"] + 12 * 80 < live["selective"] < live["none"]
+    assert live["full"] + 12 * 60 < live["selective"] < live["none"]
