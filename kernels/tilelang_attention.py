@@ -12,8 +12,8 @@ time, but not those of the other.
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
 strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
 (`tilelang_attention_tiles.py`). On a GPU the first call starts all compiles, its own first: those
-of the backward, if it will be needed, and of the two forwards that Hopper has for heads of 64, for
-few keys and for many. What calls of the same shapes and strides have in common (`Forward`,
+of the backward, if it will be needed, and of the two forwards that Hopper has for heads of 64 and
+128, for few keys and for many. What calls of the same shapes and strides have in common (`Forward`,
 `Backward`) is kept, since to find it takes longer than to launch; dtypes, shapes and devices of
 what they are given the compiled functions check at every call all the same.
 

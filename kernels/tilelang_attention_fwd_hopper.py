@@ -11,14 +11,14 @@ for scores s of queries that were multiplied by the sign of qk_scale before. c s
 multiply-add. Where m grows to m', acc and sum are multiplied by 2^(c m - c m') first.
 
 Who does what. A block stays on its multiprocessor and takes one tile of BLOCK_M queries after the
-other, those with most keys first: one by its number, then as a counter in memory says. Its last 128
-threads are the producer. One warp of them takes the tiles and tells the consumers which; it copies
-the queries of each by TMA, then tiles of BLOCK_N keys and values, from the last to the first, into
-`num_stages` buffers of each, ahead of the consumers as far as there are buffers, into the next tile
-of queries too. The consumers own 64 queries for every 128 threads (a warpgroup), and get the
-registers that the producer gives up. No two warpgroups wait for one another: each skips the tiles
-of keys that none of its own queries may read, and stores its part of the output, from where its
-queries were.
+other, those with most keys first (`tilelang_work_hopper.py`). Its last 128 threads are the
+producer. One warp of them takes the tiles and tells the consumers which; it copies the queries of
+each by TMA, then tiles of BLOCK_N keys and values, from the last to the first, into `num_stages`
+buffers of each, ahead of the consumers as far as there are buffers, into the next tile of queries
+too. The consumers own 64 queries for every 128 threads (a warpgroup), and get the registers that
+the producer gives up. No two warpgroups wait for one another: each skips the tiles of keys that
+none of its own queries may read, and stores its part of the output, from where its queries were.
+What it skips it waits for all the same, so that it frees each buffer once a round.
 
 When. A consumer issues the product of its queries with the next keys, then that of its last
 probabilities with their values, and exponentiates the former while the latter runs (Shah et al.
@@ -28,25 +28,23 @@ probabilities with their values, and exponentiates the former while the latter r
     for n >= 1:  issue s_n = q k_n, acc += p_{n-1} v_{n-1};  await s_n
                  where a score grew too much: await acc, rescale it
                  p_n from s_n;  await acc
-    acc += p_last v_last
+    issue acc += p_last v_last, s_0 of the next queries;  await acc, store it
 
 acc is awaited when a part of p_n is there: the rest of the exponentials hides the rounding of p_n.
 Only tiles on the diagonal, or with the end of the keys, are masked; being the first, they have a
-loop of their own.
-
-What the waits are for. Each buffer has a barrier `full`, on which consumers wait for the bytes of
-a copy, and one `free`, on which the producer waits until each consumer has read the buffer; the one
-for queries, until the output that took their place is stored. Both flip once every time that the
-buffers come round; a wait names the phase that has to be over. On `free` the producer's first round
-waits for the phase before the first, which counts as over. What a consumer skips it waits for all
-the same, so that it frees each buffer once a round.
+loop of their own. Where there is room for one tile of queries only, above D = 128, the next ones
+come when the output is stored.
 """
 
 from typing import Any
 
+from minitx.kernels import tilelang_wgmma as wgmma
+from minitx.kernels import tilelang_work_hopper as work_hopper
 from minitx.kernels.tilelang_products import LOG2E, make_tensor, row_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_scores_hopper import PART, alloc_stats, make_macros, make_scale
+from minitx.kernels.tilelang_wgmma import Operand, own_rows
+from minitx.kernels.tilelang_work_hopper import Sizes, take_one
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
@@ -55,17 +53,12 @@ WARPGROUP = 128  # threads; each takes 64 rows of a product
 # Registers of a thread by warpgroups of consumers: with 128 threads of the producer they fit in
 # what the block starts with, 65536 by its threads, in units of 8.
 CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}
-PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 24}
+PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 32}
 # Named barriers: one of all consumers, then one of each of their warpgroups. 0 is __syncthreads.
 CONSUMERS, FIRST_WARPGROUP = 1, 2
 EARLY_PARTS = 4  # of the scores that are exponentiated before the other product is awaited
-L2_BYTES = 2**25  # of keys and values that blocks at work at once should share
-
-HELPERS = r"""
-__device__ __forceinline__ int take_one(long long counter) {
-  return atomicAdd(reinterpret_cast<int *>(counter), 1);
-}
-"""
+# What a consumer knows of the tile of queries whose first product it issued last.
+FIRST_QUERY, HEAD, BATCH, NUM_N, SKIPPED = range(5)
 
 
 def build_attention_fwd_hopper(
@@ -100,59 +93,13 @@ def build_attention_fwd_hopper(
     parts = BLOCK_N // PART
     softmax = make_macros(BLOCK_M, BLOCK_N)
     q_stages = 2 if HEAD_DIM <= 128 else 1  # as many as there is room for
-    panel = 64 if HEAD_DIM % 64 == 0 else 32  # columns that lie side by side in shared memory
-
-    def locate(tile, num_m, all_heads, group):
-        """(first query, head, batch) of a tile: heads whose keys fit in cache together are
-        neighbours, and of their tiles those with most keys go first."""
-        fit = T.max(T.truncdiv(L2_BYTES // (4 * HEAD_DIM), Skv), 1)
-        width = T.min(fit, T.truncdiv(all_heads, group)) * group
-        first = T.truncdiv(tile, width * num_m) * width
-        together = T.min(width, all_heads - first)
-        rest = T.truncmod(tile, width * num_m)
-        row = first + T.truncmod(rest, together)
-        m_start = (num_m - 1 - T.truncdiv(rest, together)) * BLOCK_M
-        return m_start, T.truncmod(row, Hq), T.truncdiv(row, Hq)
-
-    def end_of_keys(query):
-        """Where the keys end that a query may read; at 0 or before, if it may read none."""
-        return T.min(query + Skv - Sq + 1, Skv) if IS_CAUSAL else Skv
-
-    def count_key_tiles(first, queries):
-        # Queries without keys read one tile, masked, and so do those past the end.
-        end = T.if_then_else(first < Sq, end_of_keys(first + queries - 1), 0)
-        return T.max(T.ceildiv(end, BLOCK_N), 1)
-
-    def ring(count):
-        """(buffer, phase) of the tile that passes through the buffers after `count` others."""
-        return count % num_stages, count // num_stages % 2
-
-    def take_one(taken):
-        return T.call_extern("int32", "take_one", taken)  # type: ignore[attr-defined]
-
-    @T.macro
-    def arrive(barriers, index):
-        if T.shuffle_elect(32):  # once for each warp
-            T.barrier_arrive(barriers[index])
-
-    @T.macro
-    def skip(full, free, count):
-        """Frees the buffer of a tile that the warpgroup has no use for."""
-        stage, phase = ring(count)
-        T.barrier_wait(full[stage], phase)
-        arrive(free, stage)
-
-    @T.macro
-    def load(x, tile, full, free, count, batch, head, start):
-        stage, phase = ring(count)
-        T.barrier_wait(free[stage], 1 - phase)
-        T.tma_copy(
-            x[batch, head, start : start + BLOCK_N, 0:HEAD_DIM],
-            tile[stage, :, :],
-            barrier=full[stage],
-            leader_scope_threads=32,
-        )
-        arrive(full, stage)
+    by_hand = HEAD_DIM % 64 == 0  # products
+    panel = 64 if by_hand else 32  # columns that lie side by side in shared memory
+    Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
+    work_sizes = Sizes(IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages, Hq, Sq, Skv)
+    locate, end_of_keys, ring = work_sizes.locate, work_sizes.end_of_keys, work_sizes.ring
+    count_key_tiles, count_unmasked = work_sizes.count_key_tiles, work_sizes.count_unmasked
+    arrive, load, skip = work_hopper.make_macros(work_sizes)
 
     @T.macro
     def free_queries(free, stage):
@@ -170,27 +117,78 @@ def build_attention_fwd_hopper(
             T.sync_threads(CONSUMERS, threads)
 
     @T.macro
-    def multiply_keys(q_tile, q_stage, k_tile, stage, scores):
-        T.wgmma_gemm(
-            q_tile[q_stage, :, :],
-            k_tile[stage, :, :],
-            scores,
-            transpose_B=True,
-            policy=rows,
-            clear_accum=True,
-        )
+    def multiply_keys(q_tile, q_stage, k_tile, stage, scores, warpgroup):
+        if by_hand:
+            queries = Operand(q_tile, True, q_stage * Q_BYTES + own_rows(warpgroup))
+            keys = Operand(k_tile, True, stage * K_BYTES)
+            wgmma.issue_product(scores, queries, keys, HEAD_DIM, clear=True)
+        else:
+            T.wgmma_gemm(
+                q_tile[q_stage, :, :],
+                k_tile[stage, :, :],
+                scores,
+                transpose_B=True,
+                policy=rows,
+                clear_accum=True,
+            )
 
     @T.macro
-    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, tiles, barriers, stats, scale):
+    def multiply_values(p, v_tile, stage, acc):
+        if by_hand:
+            wgmma.issue_product(acc, p, Operand(v_tile, False, stage * K_BYTES), BLOCK_N)
+        else:
+            T.wgmma_gemm(p, v_tile[stage, :, :], acc, policy=rows)
+
+    def is_far(upcoming):
+        """Whether the first keys come only when the values of the last ones are freed: those of the
+        tiles skipped but one are fetched before."""
+        return (upcoming[FIRST_QUERY] >= 0) & (upcoming[SKIPPED] > num_stages)
+
+    @T.macro
+    def begin(trip, done, last, upcoming, warpgroup, qk_scale, tiles, barriers):
+        """Takes the next tile of queries, if there is one, and issues its first product."""
+        q_tile, k_tile, scores, work = tiles
+        work_full, work_free, q_full, k_full, k_free, v_full, v_free = barriers
+        T.barrier_wait(work_full[trip % 2], trip // 2 % 2)
+        upcoming[FIRST_QUERY] = work[trip % 2, 0]
+        upcoming[HEAD] = work[trip % 2, 1]
+        upcoming[BATCH] = work[trip % 2, 2]
+        T.sync_warp()
+        if upcoming[FIRST_QUERY] >= 0:
+            arrive(work_free, trip % 2)
+            first = upcoming[FIRST_QUERY]
+            upcoming[NUM_N] = count_key_tiles(first, BLOCK_M)
+            upcoming[SKIPPED] = upcoming[NUM_N] - count_key_tiles(first + warpgroup * 64, 64)
+            if q_stages > 1 and (trip > 0) & is_far(upcoming):
+                T.wait_wgmma(0)
+                arrive(v_free, last)
+            T.barrier_wait(q_full[trip % q_stages], trip // q_stages % 2)
+            multiply_sign(q_tile, trip % q_stages, qk_scale)
+            # Not before: the others, waiting to change a sign together, free no buffer that this
+            # might wait for. Keys and values in the order in which they are fetched.
+            for n in T.serial(upcoming[SKIPPED]):
+                skip(k_full, k_free, done + n)
+                if n > 0:
+                    skip(v_full, v_free, done + n - 1)
+            stage, phase = ring(done + upcoming[SKIPPED])
+            T.barrier_wait(k_full[stage], phase)
+        # Where there is no tile it is one that nobody reads: ptxas awaits every product at once, if
+        # one is issued under a condition (C7515).
+        stage = ring(done + upcoming[SKIPPED])[0]
+        multiply_keys(q_tile, trip % q_stages, k_tile, stage, scores, warpgroup)
+
+    @T.macro
+    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, warpgroup, tiles, barriers, rest):
         """Adds what comes from tile n of the keys' tiles, counted from the last, and multiplies the
         probabilities of the one before by their values. It leaves its own to the next."""
         q_tile, k_tile, v_tile, scores, p, acc = tiles
-        k_full, k_free, v_full, v_free = barriers
+        k_full, k_free, v_full, v_free = barriers[-4:]
+        stats, scale = rest
         stage, phase = ring(done + n)
         last = ring(done + n - 1)[0]
         T.barrier_wait(k_full[stage], phase)
-        multiply_keys(q_tile, q_stage, k_tile, stage, scores)
-        T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
+        multiply_keys(q_tile, q_stage, k_tile, stage, scores, warpgroup)
+        multiply_values(p, v_tile, last, acc)
         T.wait_wgmma(1)  # all but the last product issued
         T.warpgroup_fence_operand(scores, num_regs=score_registers)
         arrive(k_free, stage)
@@ -239,7 +237,7 @@ def build_attention_fwd_hopper(
         tiles = B * Hq * num_m
         blocks = T.min(tiles, multiprocessors)
         with T.Kernel(blocks, threads=threads + WARPGROUP) as block:
-            T.import_source(HELPERS)
+            T.import_source(work_hopper.HELPERS + wgmma.HELPERS)
             q_tile = T.alloc_shared((q_stages, BLOCK_M, HEAD_DIM), dtype)
             k_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((num_stages, BLOCK_N, HEAD_DIM), dtype)
@@ -247,6 +245,10 @@ def build_attention_fwd_hopper(
             scores = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
             p = T.alloc_fragment((BLOCK_M, BLOCK_N), dtype)
             acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
+            rounded = T.alloc_fragment((BLOCK_M, HEAD_DIM), dtype)
+            upcoming = T.alloc_local((5,), "int32")
+            if by_hand:
+                wgmma.lay_out((q_tile, k_tile, v_tile), (scores, p, acc, rounded))
             stats = alloc_stats(BLOCK_M)
             total = T.alloc_fragment((BLOCK_M,), "float32")
             lse_tile = T.alloc_fragment((BLOCK_M,), "float32")
@@ -263,6 +265,8 @@ def build_attention_fwd_hopper(
             head = T.alloc_var("int32")
             batch = T.alloc_var("int32")
             num_n = T.alloc_var("int32")
+            skipped = T.alloc_var("int32")
+            last = T.alloc_var("int32")
             tile = T.alloc_var("int32")
             trip = T.alloc_var("int32")  # tiles of queries before this one
             done = T.alloc_var("int32")  # tiles of keys, all told
@@ -317,51 +321,42 @@ def build_attention_fwd_hopper(
                         T.barrier_arrive(work_full[trip % 2])
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)
-                # Of lane 0, so that what comes of it is known to be the same in a warp.
-                warpgroup = T.shfl_sync(T.truncdiv(thread, WARPGROUP), 0)
+                warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(thread))
                 scale = make_scale(qk_scale)
-                T.barrier_wait(work_full[0], 0)
-                m_start = work[0, 0]
-                while m_start >= 0:
-                    head = work[trip % 2, 1]
-                    batch = work[trip % 2, 2]
-                    T.sync_warp()
-                    arrive(work_free, trip % 2)
-                    num_n = count_key_tiles(m_start, BLOCK_M)
+                upcoming[SKIPPED] = 0
+                buffers = (q_tile, k_tile, scores, work)
+                barriers = (work_full, work_free, q_full, k_full, k_free, v_full, v_free)
+                context = (upcoming, warpgroup, qk_scale, buffers, barriers)
+                begin(0, 0, 0, *context)
+                while upcoming[FIRST_QUERY] >= 0:
+                    m_start = upcoming[FIRST_QUERY]
+                    head = upcoming[HEAD]
+                    batch = upcoming[BATCH]
+                    num_n = upcoming[NUM_N]
+                    skipped = upcoming[SKIPPED]
                     m_row = m_start + warpgroup * 64
-                    skipped = num_n - count_key_tiles(m_row, 64)
-                    num_unmasked = T.truncdiv(T.max(end_of_keys(m_row), 0), BLOCK_N)
+                    num_unmasked = count_unmasked(m_row)
                     q_stage = trip % q_stages
                     T.fill(acc, 0)
                     softmax.reset(stats)
-                    T.barrier_wait(q_full[q_stage], trip // q_stages % 2)
-                    multiply_sign(q_tile, q_stage, qk_scale)
-                    # Not before: the others, waiting to change a sign together, free no buffer that
-                    # this might wait for. Keys and values in the order in which they are fetched.
-                    for n in T.serial(skipped):
-                        skip(k_full, k_free, done + n)
-                        if n > 0:
-                            skip(v_full, v_free, done + n - 1)
                     stage, phase = ring(done + skipped)
-                    T.barrier_wait(k_full[stage], phase)
-                    multiply_keys(q_tile, q_stage, k_tile, stage, scores)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(scores, num_regs=score_registers)
                     arrive(k_free, stage)
-                    if q_stages > 1 and trip > 0:
-                        free_queries(q_free, (trip - 1) % q_stages)
                     if num_n - skipped > num_unmasked:
                         n_start = (num_n - skipped - 1) * BLOCK_N
                         softmax.mask(scores, stats, m_start, n_start, end_of_keys)
                     softmax.take_maximum(scores, stats, scale)
                     softmax.exponentiate(scores, stats, 0, parts)
                     T.copy(scores, p)
+                    if q_stages > 1 and trip > 0:  # by now the last output has been read
+                        free_queries(q_free, (trip - 1) % q_stages)
                     if skipped > 0:
                         skip(v_full, v_free, done + skipped - 1)
                     T.barrier_wait(v_full[stage], phase)
-                    buffers = (q_tile, k_tile, v_tile, scores, p, acc)
-                    barriers = (k_full, k_free, v_full, v_free)
-                    args = (num_n, done, m_start, q_stage, buffers, barriers, stats, scale)
+                    operands = (q_tile, k_tile, v_tile, scores, p, acc)
+                    rest = (warpgroup, operands, barriers, (stats, scale))
+                    args = (num_n, done, m_start, q_stage, *rest)
                     first_unmasked = T.max(num_n - num_unmasked, skipped + 1)
                     for n in T.serial(skipped + 1, first_unmasked):
                         accumulate(True, n, *args)
@@ -369,20 +364,36 @@ def build_attention_fwd_hopper(
                         accumulate(False, n, *args)
                     done += num_n
                     last = ring(done - 1)[0]
-                    T.wgmma_gemm(p, v_tile[last, :, :], acc, policy=rows)
+                    multiply_values(p, v_tile, last, acc)
                     T.reduce_sum(stats.row_sum, total, dim=1)
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(acc, num_regs=acc_registers)
-                    arrive(v_free, last)
+                    if q_stages > 1:
+                        begin(trip + 1, done, last, *context)
+                        T.wait_wgmma(1)
+                        T.warpgroup_fence_operand(acc, num_regs=acc_registers)
+                        if not is_far(upcoming):
+                            arrive(v_free, last)
+                    else:
+                        T.wait_wgmma(0)
+                        T.warpgroup_fence_operand(acc, num_regs=acc_registers)
+                        arrive(v_free, last)
                     for i in T.Parallel(BLOCK_M):
                         lse_tile[i] = (stats.row_max[i] * scale.size + T.log2(total[i])) / LOG2E
                         total[i] = 1.0 / total[i]
                     for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                        acc[i, d] *= total[i]
+                    stats.grew[0] = 0
+                    for i in T.Parallel(BLOCK_M):
+                        stats.grew[0] = stats.grew[0] | T.cast(lse_tile[i] == minus_inf, "int32")
+                    if T.any_sync(stats.grew[0]) != 0:
                         # Not by a product with 0: with a masked NaN among the values acc is NaN.
-                        acc[i, d] = T.if_then_else(
-                            lse_tile[i] == minus_inf, 0.0, acc[i, d] * total[i]
-                        )
-                    T.copy(acc, q_tile[q_stage, :, :])  # each warpgroup to where its queries were
+                        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                            acc[i, d] = T.if_then_else(lse_tile[i] == minus_inf, 0.0, acc[i, d])
+                    # Each warpgroup to where its queries were.
+                    if by_hand:
+                        T.copy(acc, rounded)
+                        wgmma.store_own_rows(rounded, q_tile, q_stage)
+                    else:
+                        T.copy(acc, q_tile[q_stage, :, :])
                     T.fence_proxy_async()
                     T.sync_threads(FIRST_WARPGROUP + warpgroup, WARPGROUP)
                     row = warpgroup * 64
@@ -393,12 +404,13 @@ def build_attention_fwd_hopper(
                             out[batch, head, m_row : m_row + 64, d : d + panel],
                             leader_scope_threads=WARPGROUP,
                         )
+                    T.copy(lse_tile, lse[batch, head, m_start : m_start + BLOCK_M])
                     if q_stages == 1:
                         free_queries(q_free, 0)
-                    T.copy(lse_tile, lse[batch, head, m_start : m_start + BLOCK_M])
+                        begin(trip + 1, done, last, *context)
                     trip += 1
-                    T.barrier_wait(work_full[trip % 2], trip // 2 % 2)
-                    m_start = work[trip % 2, 0]
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(scores, num_regs=score_registers)
                 if T.shuffle_elect(WARPGROUP):
                     T.tma_store_wait(0)  # that reads shared memory, which ends with the block
 

@@ -54,10 +54,10 @@ HOPPER_TILES: Table = {
 }
 
 # The forward's for fewer keys than MANY_KEYS. One more warpgroup hides more of what a tile of
-# queries begins and ends with; fewer keys at a time cost more where many come (both measured:
-# benchmarks/NOTES.md).
-HOPPER_SHORT_TILES = {64: Tiles(256, 64, 4, 512)}
-MANY_KEYS = 2048
+# queries begins and ends with, and more queries share what is fetched; fewer keys at a time cost
+# more where many come (all measured, at powers of two: benchmarks/NOTES.md).
+HOPPER_SHORT_TILES = {64: Tiles(256, 64, 4, 512), 128: Tiles(192, 64, 4, 384)}
+MANY_KEYS = 2049
 
 # 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them. Copies are element by
 # element there, for which nvcc makes good code if rows are powers of two.

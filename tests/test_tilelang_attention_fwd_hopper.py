@@ -76,11 +76,12 @@ def check_forward(q, k, v, *, is_causal: bool, scale: float | None = None):
     return actual
 
 
-def test_few_keys_have_tiles_of_their_own_in_heads_of_64():
-    long, short = HOPPER_TILES["fwd"][64], HOPPER_SHORT_TILES[64]
-    for D in (33, 64):
-        assert choose_hopper_fwd_tiles(D, has_many_keys=True) == long
-        assert choose_hopper_fwd_tiles(D, has_many_keys=False) == short
+def test_few_keys_have_tiles_of_their_own_in_heads_of_64_and_128():
+    for width, heads in ((64, (33, 64)), (128, (97, 128))):
+        long, short = HOPPER_TILES["fwd"][width], HOPPER_SHORT_TILES[width]
+        for D in heads:
+            assert choose_hopper_fwd_tiles(D, has_many_keys=True) == long
+            assert choose_hopper_fwd_tiles(D, has_many_keys=False) == short
     assert choose_hopper_fwd_tiles(65, has_many_keys=False) == HOPPER_TILES["fwd"][96]
     assert choose_hopper_fwd_tiles(32, has_many_keys=False) == HOPPER_TILES["fwd"][32]
 
@@ -100,7 +101,7 @@ def test_tiles_fit_a_multiprocessor(D, tiles):
 
 @pytest.mark.parametrize(
     ("tiles", "consumer", "producer"),
-    [(HOPPER_TILES["fwd"][64], 160, 32), (HOPPER_SHORT_TILES[64], 112, 24)],
+    [(HOPPER_TILES["fwd"][64], 160, 32), (HOPPER_SHORT_TILES[64], 112, 32)],
     ids=["long", "short"],
 )
 def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
@@ -115,8 +116,10 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
         IS_CAUSAL=True,
         **tiles._asdict(),
     ).source
-    # q k^T, before the loops and in both; p v, p from registers, in the loops and after them.
-    assert source.count("tl::wgmma_ss<") == source.count("tl::wgmma_rs<") == 3
+    # q k^T, before any tile, in both loops over keys and, for the next queries, after them; p v, p
+    # from registers, in the loops and after them.
+    assert source.count("tl::wgmma_ss<") == 4
+    assert source.count("tl::wgmma_rs<") == 3
     assert source.count("tl::tma_store(") == source.count("+ take_one(taken)") == 1
     # Limits are of the bits of bounds, not of bits that TileLang kept of what was there before.
     limits = re.findall(r"= \(\(\*\(int \*\)\(&\((\w+)\)\)\) \+ 1\);", source)
@@ -127,19 +130,23 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
     # All wait for one another at the start, all consumers if they change the sign of queries, and
     # those of one warpgroup for its output.
     assert source.count("__syncthreads") == 1
-    assert source.count("__sync_thread_partial") == 2
-    assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 1
+    assert source.count("__sync_thread_partial") == 3
+    assert source.count(f"__sync_thread_partial(1, {tiles.threads})") == 2
     assert source.count(" + 2), 128)") == 1
     # In the loop without a mask scores are awaited while the other product runs; what was summed up
     # is rescaled, once it is there, only where a warp finds that scores grew; and that product is
     # awaited after some of the exponentials.
-    loop = source[source.rindex("tl::wgmma_ss<") : source.rindex("tl::wgmma_rs<")]
+    last_loop, after = (part.start() for part in list(re.finditer("tl::wgmma_ss<", source))[2:])
+    loop = source[last_loop : source.rindex("tl::wgmma_rs<")]
     order = [loop.index(word) for word in ("wait_wgmma<1>", "__any_sync", "max(", "wait_wgmma<0>")]
     assert order == sorted(order)
     assert "condval" not in loop[: loop.index("__any_sync")]
     loop = loop[loop.index("wait_wgmma<0>") + 1 :]
     order = [loop.index("exp2f"), loop.index("wait_wgmma<0>"), loop.rindex("exp2f")]
     assert order == sorted(order)
+    # The output is awaited, and stored, when the next queries' first product is issued.
+    assert source.rindex("tl::wgmma_rs<") < after < source.rindex("wait_wgmma<1>")
+    assert source.rindex("wait_wgmma<1>") < source.index("tl::tma_store(")
 
 
 @on_hopper
@@ -154,11 +161,14 @@ def test_it_is_what_it_is_meant_to_be(tiles, consumer, producer):
         (64, 4, 1, 1, 1000, "bhsd"),  # most rows of the tile past the end
         (64, 4, 2, 700, 2100, "bhsd"),  # tiles for many keys
         (64, 2, 2, 2200, 2050, "bshd"),
+        (128, 4, 2, 700, 2100, "bhsd"),
+        (128, 2, 2, 2200, 2050, "bshd"),
         (128, 2, 1, 130, 900, "bshd"),  # a diagonal that starts inside a tile
         (64, 3, 3, 900, 200, "bshd"),  # blocks without keys
         (64, 2, 2, 2150, 2150, "bhsd"),  # two warpgroups past the last query
-        (128, 2, 2, 128, 128, "bhsd"),  # one tile: no round of the loop
-        (128, 2, 2, 256, 256, "bhsd"),  # two: no buffer is filled again
+        (128, 2, 2, 64, 64, "bhsd"),  # one tile: no round of the loop
+        (128, 2, 2, 256, 256, "bhsd"),  # four: no buffer is filled again
+        (128, 2, 2, 390, 390, "bhsd"),  # two warpgroups past the last query
         (80, 2, 2, 390, 390, "bhsd"),  # widths between those of tiles
         (160, 2, 1, 300, 500, "bshd"),
         (250, 2, 2, 400, 300, "step2"),  # copied
@@ -179,6 +189,7 @@ def test_out_and_lse(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
         (3, 16, 4, 1100, 1100, 128),  # 432 tiles, three to a multiprocessor
         (2, 32, 32, 1000, 1000, 64),  # 256
         (1, 40, 40, 2100, 2100, 64),  # 440
+        (1, 10, 5, 2100, 2100, 128),  # 170
         (1, 20, 5, 2000, 17000, 128),  # 320: keys of 3 heads fit in cache, those of 2 are left
         (40, 16, 16, 60, 60, 64),  # 640 of one tile of keys: no round of the loop in any
         (20, 16, 4, 130, 60, 256),  # 640, some without a key; one buffer for queries
@@ -209,6 +220,29 @@ def test_calls_at_once_do_not_take_tiles_of_one_another():
 
 
 @on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+def test_graphs_replayed_at_once_do_not_take_tiles_of_one_another():
+    kwargs = {"is_causal": True, "kernel": "tilelang", "return_lse": True}
+    inputs = [make_qkv(4, 16, 16, S, S, 64, device="cuda", dtype=BF16) for S in (1000, 1300)]
+    alone = [attention(*qkv, **kwargs) for qkv in inputs]
+    torch.cuda.synchronize()
+    capturing = torch.cuda.Stream()
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in inputs], []
+    for graph, qkv in zip(graphs, inputs, strict=True):
+        with torch.cuda.graph(graph, stream=capturing):
+            captured.append(attention(*qkv, **kwargs))
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for one, other in zip(alone, captured, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+@on_hopper
 @pytest.mark.contract("strides", kernel="tilelang")
 def test_keys_and_values_expanded_over_batch_and_heads():
     q, k, v = make_qkv(3, 4, 1, 300, 400, 64, device="cuda", dtype=BF16)
@@ -230,9 +264,9 @@ def test_scales(scale, is_causal, D):
 @pytest.mark.contract("scale", kernel="tilelang")
 @pytest.mark.parametrize("scale", [0.0, -0.1])
 def test_a_sign_is_taken_into_the_queries_of_each_tile_once(scale):
-    # 160 tiles of 256 queries and 480 of 128, so that most blocks take several; then tiles of which
+    # 160 tiles of 256 queries and 320 of 192, so that most blocks take several; then tiles of which
     # a warpgroup, past the last query, skips more keys than there are buffers for.
-    for S, D in ((1200, 64), (1900, 128), (2150, 64), (1030, 64)):
+    for S, D in ((1200, 64), (1900, 128), (2150, 64), (1030, 64), (1930, 128), (2180, 128)):
         q, k, v = make_qkv(2, 16, 4, S, S, D, device="cuda", dtype=FP16)
         check_forward(q, k, v, is_causal=True, scale=scale)
 
@@ -244,7 +278,7 @@ def test_maxima_that_lag(step, dtype):
     # Tiles of keys come from the last to the first. The last query's scores grow by 2^4 from one to
     # the next, which a maximum lets pass once or twice, by 2^37 or not at all; those of the first
     # queries hardly.
-    for S, D in ((700, 64), (2100, 64), (700, 128)):
+    for S, D in ((700, 64), (2100, 64), (700, 128), (2100, 128)):
         q, k, v = make_qkv(1, 2, 1, S, S, D, device="cuda", dtype=dtype)
         q[..., 0] = torch.linspace(0, D**0.5, S)
         k[..., 0] = torch.arange(S) * -step
@@ -253,7 +287,7 @@ def test_maxima_that_lag(step, dtype):
 
 @on_hopper
 @pytest.mark.contract("determinism", kernel="tilelang")
-@pytest.mark.parametrize(("S", "D"), [(700, 64), (2100, 64), (700, 128)])
+@pytest.mark.parametrize(("S", "D"), [(700, 64), (2100, 64), (700, 128), (2100, 128)])
 def test_bits_do_not_hang_on_a_query_s_neighbours(S, D):
     # Scores of every seventh query grow from one tile of keys to the next; a warp has 16 queries.
     q, k, v = make_qkv(1, 1, 1, S, S, D, device="cuda", dtype=BF16)
