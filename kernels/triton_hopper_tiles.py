@@ -3,7 +3,7 @@
 Imported on a Hopper GPU alone, and with the versions of Triton that `hopper_takes` names: Gluon,
 Triton's language one level below its own, differs from version to version.
 
-A program has two or three warpgroups of four warps that compute, each on 64 rows of its own, and
+A program has two to four warpgroups of four warps that compute, each on 64 rows of its own, and
 one warp that loads tiles by TMA into rings in shared memory, which all of them read. A ring has for
 each of its stages a barrier `full`, on which TMA counts the bytes it wrote, and one `empty`, on
 which each warpgroup says that it has read. Stage and phase go round: the phase a barrier waits for
@@ -36,7 +36,7 @@ ROWS = gl.constexpr(64)  # a warpgroup's
 LOG2E = gl.constexpr(1.4426950408889634)
 # Registers a thread by computing warpgroups, of all but the first and of the loading warp; the
 # first warpgroup gets what they leave. An even share would be too few for the accumulators.
-REGISTERS = gl.constexpr({2: 240, 3: 160})
+REGISTERS = gl.constexpr({2: 240, 3: 160, 4: 112})
 LOADER_REGISTERS = gl.constexpr(24)
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -118,6 +118,19 @@ def pass_over(
 
 
 @gluon.jit
+def write_number(numbers, i, number):
+    """Writes one of `numbers` in shared memory: by a single warp."""
+    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    numbers.index(i).store(one * number)
+
+
+@gluon.jit
+def read_number(numbers, i):
+    """Reads it, in each thread of a warpgroup."""
+    return gl.max(numbers.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def block_and_head(place, n_blocks, n_heads, heads_per_wave):
     """(block, head) of a place in the order of work: heads_per_wave heads at a time, and of those
     block 0 first."""
@@ -131,13 +144,14 @@ def block_and_head(place, n_blocks, n_heads, heads_per_wave):
 def key_tiles(start_m, n_rows, Sq, Skv, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     """(n_bulk, n_tiles) for the n_rows queries from start_m: of the first n_tiles tiles of keys,
     which hold every key that one of them sees, all see all keys of the first n_bulk. Where there is
-    no key to see n_tiles is 1: its mask leaves nothing."""
+    no key to see, or no query, n_tiles is 1: its mask leaves nothing."""
     end = Skv
     full = Skv
     if IS_CAUSAL:
         # Query i sees keys j <= i + Skv - Sq.
         end = gl.minimum(end, start_m + n_rows + (Skv - Sq))
         full = gl.minimum(full, gl.maximum(start_m + 1 + (Skv - Sq), 0))
+    end = gl.where(start_m < Sq, end, 0)
     return full // BLOCK_N, gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
 
 
@@ -227,8 +241,7 @@ def row_pointers(ptr, strides, b, h, first, HEAD_DIM: gl.constexpr):
     """Pointers [64, HEAD_DIM] to the rows of head h of batch b from `first`."""
     LAYOUT: gl.constexpr = row_layout(HEAD_DIM)
     base = ptr + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
-    base += first.to(gl.int64) * strides[2]
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))).to(gl.int64)
     columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
     return base + rows[:, None] * strides[2] + columns[None, :]
 

@@ -87,17 +87,24 @@ def compile_hopper(dtype: str) -> list:
     """The kernels for Hopper alone, causal, with every gradient."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from minitx.kernels import triton_attention_hopper
     from minitx.kernels.triton_attention_bwd_hopper import attention_bwd_dq_hopper
     from minitx.kernels.triton_attention_dkdv_hopper import attention_bwd_dkdv_hopper
+    from minitx.kernels.triton_attention_hopper import attention_fwd_hopper, choose_tiles
     from minitx.kernels.triton_hopper_tiles import FLOATS_LAYOUT, TILE_LAYOUT
 
-    fwd = triton_attention_hopper.attention_fwd_hopper
     # Rows, or numbers, that each descriptor reads at a time.
-    of_fwd = {"q": 64, "k": 128, "v": 128}
     of_dq = {"q": 64, "dout": 64, "k": 128, "v": 128}
     names = ("q", "dout", "k", "v", "exponent", "delta", "dk", "dv")
     of_dkdv = dict.fromkeys(names, 64)
+    kernels = [
+        (attention_bwd_dq_hopper, 128, of_dq, {}),
+        (attention_bwd_dkdv_hopper, 64, of_dkdv, {}),
+        (attention_bwd_dkdv_hopper, 128, of_dkdv, {}),
+    ]
+    for D, Skv in ((64, 1024), (64, 8192), (128, 1024), (128, 8192)):  # few keys, and many
+        tiles = choose_tiles(D, Skv)
+        read = {"q": 64, "k": tiles.BLOCK_N, "v": tiles.BLOCK_N}
+        kernels.append((attention_fwd_hopper, D, read, tiles._asdict()))
     return [
         compile_kernel(
             kernel,
@@ -109,8 +116,7 @@ def compile_hopper(dtype: str) -> list:
                 "HAS_DLSE": True,
                 "GROUP": 1,
                 "HEAD_DIM": D,
-                "GROUPS": triton_attention_hopper.GROUPS[D],
-                "STAGES": triton_attention_hopper.STAGES[D],
+                **tiles,
             },
             rows={
                 f"{name}_desc": (n, FLOATS_LAYOUT if name in ("exponent", "delta") else TILE_LAYOUT)
@@ -118,13 +124,7 @@ def compile_hopper(dtype: str) -> list:
             },
             source=GluonASTSource,
         )
-        for kernel, D, read in (
-            (fwd, 64, of_fwd),
-            (fwd, 128, of_fwd),
-            (attention_bwd_dq_hopper, 128, of_dq),
-            (attention_bwd_dkdv_hopper, 64, of_dkdv),
-            (attention_bwd_dkdv_hopper, 128, of_dkdv),
-        )
+        for kernel, D, read, tiles in kernels
     ]
 
 

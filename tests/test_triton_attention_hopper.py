@@ -1,8 +1,8 @@
 """The Triton attention's own kernels for Hopper: that they run where they should, and are right.
 
-They run where `hopper_takes` says so: 16-bit inputs, head dim 64 or 128. Their tiles are 192 (128
-at a head dim of 128) queries by 128 keys, and 128 keys by 64 queries, of which a warpgroup has 64
-rows: lengths here cross those.
+They run where `hopper_takes` says so: 16-bit inputs, head dim 64 or 128. The forward's tiles are
+256 queries by 64 keys, with many keys 192 by 128 (at a head dim of 128, 128 by 64 or by 128); the
+backward's 128 by 128, and 128 keys by 64 queries. A warpgroup has 64 rows: lengths cross those.
 Whatever they do not take must run on the portable kernels, and be right too.
 """
 
@@ -34,6 +34,7 @@ SHAPES = [
     pytest.param(1, 2, 2, 193, 65, id="just-past-a-tile"),
     pytest.param(1, 2, 2, 64, 1, id="one-key"),
     pytest.param(1, 6, 2, 1500, 1500, id="many-tiles"),  # rings go round
+    pytest.param(1, 2, 1, 200, 8300, id="many-keys"),  # other tiles
 ]
 
 
@@ -182,6 +183,49 @@ def test_a_maximum_that_grows_by_hundreds_from_tile_to_tile(launches, reverse, D
     mean = v.float()[:, :, column == 300.0].mean(2, keepdim=True).expand_as(out)
     torch.testing.assert_close(out.float(), mean, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(lse, torch.full_like(lse, 300 + math.log(128)))
+    assert launches == both(D)[:1]
+
+
+@pytest.mark.contract("determinism", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("S", [1000, 8200])
+@each_head_dim
+def test_bits_hang_on_no_other_query(launches, S, D):
+    # A warp decides for its queries together whether a maximum is taken; keys grow to the first.
+    q, k, v = (
+        t.detach() for t in make_qkv(1, 2, 2, 200, S, D, device="cuda", dtype=torch.bfloat16)
+    )
+    k *= torch.linspace(24, 0.1, S, device="cuda").view(-1, 1).bfloat16()
+    others = q.clone()
+    others[:, :, ::2] *= 37
+    others[:, :, 1::4] *= -0.01
+    results = [attention(x, k, v, kernel="triton", return_lse=True) for x in (q, others)]
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first[:, :, 3::4], second[:, :, 3::4])
+    assert launches == both(D)[:1] * 2
+
+
+@pytest.mark.contract("NaN, inf and huge logits", kernel="triton")
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("steps", [(0.0, 5.0, 9.0, 16.0), (-50.0, -45.0, -40.5, -33.0)])
+@pytest.mark.parametrize("reverse", [False, True])
+@each_head_dim
+def test_a_maximum_that_lags(launches, reverse, steps, D):
+    # By less than 2^8 in one step or two, on either side of 0: sums must stay those of one maximum.
+    column = torch.tensor(steps[::-1] if reverse else steps, device="cuda").repeat_interleave(128)
+    q, k = torch.zeros(1, 1, 200, D, device="cuda"), torch.zeros(1, 1, 512, D, device="cuda")
+    q[..., 0], k[..., 0] = 1.0, column
+    v = torch.randn(1, 1, 512, D, device="cuda").bfloat16()
+    out, lse = attention(
+        q.bfloat16(), k.bfloat16(), v, is_causal=False, scale=1.0, kernel="triton", return_lse=True
+    )
+    p = (column.double() - column.double().logsumexp(0)).exp()
+    torch.testing.assert_close(
+        out.double(), (p @ v.double()).unsqueeze(2).expand_as(out), rtol=2**-7, atol=1e-3
+    )
+    torch.testing.assert_close(lse, torch.full_like(lse, column.double().logsumexp(0).item()))
     assert launches == both(D)[:1]
 
 
