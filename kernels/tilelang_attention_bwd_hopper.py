@@ -16,25 +16,16 @@ does. A trip of the loop issues products ahead of what is computed, to keep tens
     issue dp; wait for s; exponentiate it, beside dk and dp
     issue dv; wait for dp; make ds and share it, beside dv
 
-dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), by
-the copy engine's reduction, and `build_attention_bwd_convert` (`tilelang_attention_bwd_rows.py`)
-rounds it. The blocks that add to one tile do so in turn, last keys first, so that sums are the same
-bit for bit every time; the first of them stores, so dq_sum need not be zeroed. turns[tile] starts
-as 0; whoever has added key tile n of num_n sets it to num_n - n, and whoever adds tile n waits for
-num_n - 1 - n. The key tiles that a query tile sees are all those from 0 up to some last one: each
-but that has a predecessor.
-
-No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's last
-keys first), and a GPU starts blocks in order of index: they run, or have ended. A block that runs
-keeps its multiprocessor until it ends; other streams' kernels can hold up only blocks that have
-not started, for which none that runs waits. So, by induction over the index and, within a block,
-over its steps, every wait ends.
+dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), and
+the last to add to a tile makes dq of it (`tilelang_attention_dq_sum.py`).
 """
 
 from typing import Any
 
+from minitx.kernels import tilelang_attention_dq_sum as dq_sums
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
+from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, place_in_tile
 from minitx.kernels.tilelang_products import make_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_wgmma import Operand, own_rows
@@ -43,33 +34,17 @@ from minitx.kernels.tilelang_wgmma import Operand, own_rows
 # pyright: reportInvalidTypeForm=false
 
 BLOCK_N = 128  # keys
-DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
 WORKERS = 256  # threads that compute
-MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
 ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
+MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
 L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
 
-HELPERS = r"""
+FORGET = r"""
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(registers[i]));
-}
-__device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
-  unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :: "l"(sum), "r"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_turn(int *turn, int value) {
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-  } while (seen < value);
-}
-__device__ __forceinline__ void end_turn(int *turn, int value) {
-  asm volatile("fence.proxy.async;" ::: "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
 }
 """
 
@@ -77,9 +52,12 @@ __device__ __forceinline__ void end_turn(int *turn, int value) {
 def build_attention_bwd_hopper(
     lang: Language, *, dtype: str, HEAD_DIM: int, IS_CAUSAL: bool
 ) -> Any:
-    """dk and dv [B, Hkv, Skv, D], and dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an
-    order of its own (`place_in_tile`). turns [B * Hq * tiles] int32 starts as zeros. dtype is of
-    16 bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
+    """dk and dv [B, Hkv, Skv, D], and dq [B, Hq, Sq, D] but for tiles of queries none of which sees
+    a key: those are not written.
+
+    dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an order of its own (`place_in_tile`), is
+    for the sums. turns [B * Hq * tiles] int32 starts as zeros. dtype is of 16 bits, HEAD_DIM 64 or
+    128; the rest as in `build_attention_bwd_dkdv`."""
     import tilelang.language as T
 
     BLOCK_M = DQ_TILE // HEAD_DIM
@@ -93,24 +71,21 @@ def build_attention_bwd_hopper(
         """The first tile of queries with one that reads keys from n_start on."""
         return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
 
-    def call(function, *arguments):
-        """A statement that calls one of HELPERS."""
-        return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
+    def first_added(tile, num_n, num_m, diagonal):
+        """The first tile of queries that has a sum by the time that these keys' part is added."""
+        first = first_tile((tile + 1) * BLOCK_N, diagonal)
+        return T.if_then_else(tile + 1 == num_n, num_m, first)
 
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
-        return call(f"forget<{count}>", tile.data)
+        return T.evaluate(T.call_extern("void", f"forget<{count}>", tile.data))  # type: ignore[attr-defined]
 
     def fetch(region, tiles, barriers, stage=None):
         """By the threads of a warp, who arrive at the barrier once all is asked for."""
         tile = tiles if stage is None else tiles[stage, :, :]
         barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
-
-    def send(function, dq_tile, dq_sum, row):
-        to = T.address_of(dq_sum[T.cast(row, "int64"), 0])
-        return call(function, T.address_of(dq_tile[0, 0]), to, DQ_TILE * 4)
 
     @T.macro
     def await_product(pending, tile, registers):
@@ -174,12 +149,23 @@ def build_attention_bwd_hopper(
         return wgmma.issue_product(dv_acc, p, Operand(dout_tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def hand_over(dq_acc, dq_tile, dq_full, dq_free, step):
-        """dq_acc to the step's adder."""
-        T.barrier_wait(dq_free, 1 - step % 2)
-        T.copy(dq_acc, dq_tile)
+    def hand_over(dq_acc, dq_tiles, barriers, step, is_last, has_sum, scale):
+        """dq_acc to the step's adder; by the last of those who add, dq."""
+        dq_tile, dq_rounded = dq_tiles
+        dq_full, dq_free, rounded_free = barriers
+        T.barrier_wait(dq_free, step % 2)
+        if is_last:
+            if has_sum:
+                for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                    dq_acc[i, d] += dq_tile[i, d]
+            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                dq_acc[i, d] *= scale
+            T.barrier_wait(rounded_free, 1 - step % 2)
+            T.copy(dq_acc, dq_rounded)
+        else:
+            T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full[step % ADDERS])
+        T.barrier_arrive(dq_full[step % 2])
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -188,6 +174,7 @@ def build_attention_bwd_hopper(
         v: tensor("v", Bv, Hv, Skv),
         dout: tensor("dout", B, Hq, Sq),
         stats: stats_tensor(B, Hq, S),
+        dq: tensor("dq", B, Hq, Sq),
         dk: tensor("dk", B, Hkv, Skv),
         dv: tensor("dv", B, Hkv, Skv),
         dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
@@ -207,7 +194,7 @@ def build_attention_bwd_hopper(
         num_n = T.ceildiv(Skv, BLOCK_N)
         num_m = T.ceildiv(Sq, BLOCK_M)
         with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
-            T.import_source(HELPERS + wgmma.HELPERS)
+            T.import_source(FORGET + wgmma.HELPERS + dq_sums.HELPERS)
             k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             q_tile = T.alloc_shared((Q_STAGES, BLOCK_M, HEAD_DIM), dtype)
@@ -215,6 +202,7 @@ def build_attention_bwd_hopper(
             stats_tile = T.alloc_shared((DOUT_STAGES, 2, BLOCK_M), "float32")
             ds_tile = T.alloc_shared((2, BLOCK_N, BLOCK_M), dtype)
             dq_tile = T.alloc_shared((BLOCK_M, HEAD_DIM), "float32")
+            dq_rounded = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
             scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             dp = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             p = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
@@ -230,9 +218,12 @@ def build_attention_bwd_hopper(
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
             dq_full = T.alloc_barrier([WORKERS] * ADDERS)
             dq_free = T.alloc_barrier(1)
-            tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile)
+            rounded_free = T.alloc_barrier(1)
+            tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
             wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dk_acc, dv_acc))
             T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
+
+            dq_tiles, dq_barriers = (dq_tile, dq_rounded), (dq_full, dq_free, rounded_free)
 
             tx = T.get_thread_binding()
             key_tile = locate(block, num_n, B * Hkv, Sq, HEAD_DIM)
@@ -246,6 +237,8 @@ def build_attention_bwd_hopper(
             first_m = first_tile(n_start, diagonal)
             trips = num_m - first_m  # one at least: the last query reads every key
             steps = group * trips
+            added_m = T.alloc_var("int32", init=first_added(tile, num_n, num_m, diagonal))
+            is_last = tile == 0  # of those who add to a tile of dq
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
@@ -270,28 +263,49 @@ def build_attention_bwd_hopper(
                         fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
                         fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
                         T.barrier_arrive(dout_full[other])
+                elif is_last & (tx < WORKERS + 64):
+                    if tx % 32 == 0:
+                        for step in T.serial(steps):
+                            m = first_m + T.truncmod(step, trips)
+                            head = kv_head * group + T.truncdiv(step, trips)
+                            row = (batch * Hq + head) * num_m + m
+                            if m >= added_m:
+                                dq_sums.wait_turn(turns, row, num_n - 1 - tile)
+                            if step > 0:  # the sum before has been read
+                                T.barrier_wait(dq_full[(step - 1) % 2], (step - 1) // 2 % 2)
+                            if m >= added_m:
+                                dq_sums.load(dq_sum, row, dq_tile, dq_free)
+                            T.barrier_arrive(dq_free)
+                elif is_last & (tx < WORKERS + 96):
+                    for step in T.serial(steps):
+                        m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                        head = kv_head * group + T.truncdiv(step, trips)
+                        to = dq[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM]
+                        T.barrier_wait(dq_full[step % 2], step // 2 % 2)
+                        T.tma_copy(dq_rounded, to, leader_scope_threads=32)
+                        T.tma_store_wait(0)  # dq_rounded has been read
+                        release(rounded_free, 0)
                 elif (tx % 32 == 0) & (tx < WORKERS + 32 + 32 * ADDERS):
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
+                    if adder == 0:
+                        T.barrier_arrive(dq_free)  # for the first step
                     for turn in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
                         step = turn * ADDERS + adder
                         m = first_m + T.truncmod(step, trips)
                         row = (batch * Hq + kv_head * group + T.truncdiv(step, trips)) * num_m + m
-                        is_first = (tile + 1 == num_n) | (
-                            m < first_tile(n_start + BLOCK_N, diagonal)
-                        )
-                        if not is_first:
-                            call("wait_turn", T.address_of(turns[row]), num_n - 1 - tile)
+                        if m >= added_m:
+                            dq_sums.wait_turn(turns, row, num_n - 1 - tile)
                         # Its own barrier: of a shared one it could take another's phase for its.
                         T.barrier_wait(dq_full[adder], turn % 2)
-                        if is_first:
-                            send("store_tile", dq_tile, dq_sum, row)
+                        if m >= added_m:
+                            dq_sums.add(dq_tile, dq_sum, row)
                         else:
-                            send("tl::tma_store_add", dq_tile, dq_sum, row)
+                            dq_sums.store(dq_tile, dq_sum, row)
                         T.tma_store_arrive()
                         T.tma_store_wait(0)  # dq_tile has been read
                         T.barrier_arrive(dq_free)
                         T.tma_store_wait(0, False)  # and dq_sum written
-                        call("end_turn", T.address_of(turns[row]), num_n - tile)
+                        dq_sums.end_turn(turns, row, num_n - tile)
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
@@ -312,8 +326,6 @@ def build_attention_bwd_hopper(
                 await_product(0, dv_acc, acc_regs)
                 release(dout_free, 0)
                 for step in T.serial(1, steps):
-                    is_last = m_start == (num_m - 1) * BLOCK_M  # of a head's queries
-                    m_start = T.if_then_else(is_last, first_m * BLOCK_M, m_start + BLOCK_M)
                     stage = step % Q_STAGES
                     last = (step - 1) % Q_STAGES
                     other = step % DOUT_STAGES
@@ -322,7 +334,10 @@ def build_attention_bwd_hopper(
                     issue_scores(k_tile, q_tile, stage, scores, warpgroup)
                     add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc, warpgroup)
                     await_product(2, dq_acc, dq_regs)
-                    hand_over(dq_acc, dq_tile, dq_full, dq_free, step - 1)
+                    has_sum = m_start >= added_m * BLOCK_M
+                    hand_over(dq_acc, dq_tiles, dq_barriers, step - 1, is_last, has_sum, scale)
+                    ends_head = m_start == (num_m - 1) * BLOCK_M
+                    m_start = T.if_then_else(ends_head, first_m * BLOCK_M, m_start + BLOCK_M)
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
                     issue_scores(v_tile, dout_tile, other, dp, warpgroup)
                     await_product(2, scores, score_regs)
@@ -338,7 +353,8 @@ def build_attention_bwd_hopper(
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
                 add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc, warpgroup)
                 await_product(1, dq_acc, dq_regs)
-                hand_over(dq_acc, dq_tile, dq_full, dq_free, steps - 1)
+                has_sum = m_start >= added_m * BLOCK_M
+                hand_over(dq_acc, dq_tiles, dq_barriers, steps - 1, is_last, has_sum, scale)
                 await_product(0, dk_acc, acc_regs)
                 T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
@@ -364,11 +380,3 @@ def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tu
     together = T.min(width, num_heads - first)
     rest = T.truncmod(block, width * num_n)
     return num_n - 1 - T.truncdiv(rest, together), first + T.truncmod(rest, together)
-
-
-def place_in_tile(i: Any, d: Any) -> Any:
-    """Where element [i, d] of a tile of dq lies in it: the registers of one number of all the
-    threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
-    thread = i % 64 // 16 * 32 + i % 8 * 4 + d % 8 // 2
-    pair = d % 64 // 8 * 2 + i % 16 // 8
-    return (i // 64 + d // 64) * 4096 + pair * 256 + thread * 2 + d % 2
