@@ -36,8 +36,8 @@ from minitx.kernels.tilelang_wgmma import Operand, own_rows
 BLOCK_N = 128  # keys
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
 WORKERS = 256  # threads that compute
-ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
 MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
+ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
 L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
 
 FORGET = r"""
@@ -86,6 +86,10 @@ def build_attention_bwd_hopper(
         tile = tiles if stage is None else tiles[stage, :, :]
         barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
+
+    def await_step(dq_full, step):
+        """Until all have handed over their part of dq."""
+        return T.barrier_wait(dq_full[step % ADDERS], step // ADDERS % 2)
 
     @T.macro
     def await_product(pending, tile, registers):
@@ -165,7 +169,7 @@ def build_attention_bwd_hopper(
         else:
             T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full[step % 2])
+        T.barrier_arrive(dq_full[step % ADDERS])
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -272,7 +276,7 @@ def build_attention_bwd_hopper(
                             if m >= added_m:
                                 dq_sums.wait_turn(turns, row, num_n - 1 - tile)
                             if step > 0:  # the sum before has been read
-                                T.barrier_wait(dq_full[(step - 1) % 2], (step - 1) // 2 % 2)
+                                await_step(dq_full, step - 1)
                             if m >= added_m:
                                 dq_sums.load(dq_sum, row, dq_tile, dq_free)
                             T.barrier_arrive(dq_free)
@@ -281,7 +285,7 @@ def build_attention_bwd_hopper(
                         m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
                         head = kv_head * group + T.truncdiv(step, trips)
                         to = dq[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM]
-                        T.barrier_wait(dq_full[step % 2], step // 2 % 2)
+                        await_step(dq_full, step)
                         T.tma_copy(dq_rounded, to, leader_scope_threads=32)
                         T.tma_store_wait(0)  # dq_rounded has been read
                         release(rounded_free, 0)
