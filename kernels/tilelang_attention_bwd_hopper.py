@@ -71,10 +71,27 @@ def build_attention_bwd_hopper(
         """The first tile of queries with one that reads keys from n_start on."""
         return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
 
-    def first_added(tile, num_n, num_m, diagonal):
-        """The first tile of queries that has a sum by the time that these keys' part is added."""
+    def first_seen(tile, num_n, num_m, diagonal):
+        """The first tile of queries that sees keys of a later tile, too."""
         first = first_tile((tile + 1) * BLOCK_N, diagonal)
         return T.if_then_else(tile + 1 == num_n, num_m, first)
+
+    def tile_after(m, num_m, first_m):
+        """The next step's tile of queries; after a head's last one the next head's first."""
+        return T.if_then_else(m + 1 == num_m, first_m, m + 1)
+
+    def row_step(m, num_m, first_m):
+        """How far its row of dq_sum is from that of m."""
+        return T.if_then_else(m + 1 == num_m, first_m + 1, 1)
+
+    # What the order of turns decides: of two blocks, that of the later keys adds first.
+    def has_sum(tile, m, seen_m):
+        """Whether another block adds to tile m of queries before this one does."""
+        return m >= seen_m
+
+    def is_last(tile, m, seen_m):
+        """Whether none adds to it after this one."""
+        return tile == 0
 
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
@@ -86,10 +103,6 @@ def build_attention_bwd_hopper(
         tile = tiles if stage is None else tiles[stage, :, :]
         barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
-
-    def await_step(dq_full, step):
-        """Until all have handed over their part of dq."""
-        return T.barrier_wait(dq_full[step % ADDERS], step // ADDERS % 2)
 
     @T.macro
     def await_product(pending, tile, registers):
@@ -153,18 +166,15 @@ def build_attention_bwd_hopper(
         return wgmma.issue_product(dv_acc, p, Operand(dout_tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def hand_over(dq_acc, dq_tiles, barriers, step, is_last, has_sum, scale):
-        """dq_acc to the step's adder; by the last of those who add, dq."""
-        dq_tile, dq_rounded = dq_tiles
-        dq_full, dq_free, rounded_free = barriers
+    def hand_over(dq_acc, dq_tile, dq_rounded, dq_full, dq_free, step, adds_to, ends, scale):
+        """dq_acc to the step's adder; if this ends a sum, dq."""
         T.barrier_wait(dq_free, step % 2)
-        if is_last:
-            if has_sum:
+        if ends:
+            if adds_to:
                 for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                     dq_acc[i, d] += dq_tile[i, d]
             for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                 dq_acc[i, d] *= scale
-            T.barrier_wait(rounded_free, 1 - step % 2)
             T.copy(dq_acc, dq_rounded)
         else:
             T.copy(dq_acc, dq_tile)
@@ -222,12 +232,11 @@ def build_attention_bwd_hopper(
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
             dq_full = T.alloc_barrier([WORKERS] * ADDERS)
             dq_free = T.alloc_barrier(1)
-            rounded_free = T.alloc_barrier(1)
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
             wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dk_acc, dv_acc))
             T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
 
-            dq_tiles, dq_barriers = (dq_tile, dq_rounded), (dq_full, dq_free, rounded_free)
+            dq_tiles = (dq_tile, dq_rounded, dq_full, dq_free)
 
             tx = T.get_thread_binding()
             key_tile = locate(block, num_n, B * Hkv, Sq, HEAD_DIM)
@@ -241,8 +250,8 @@ def build_attention_bwd_hopper(
             first_m = first_tile(n_start, diagonal)
             trips = num_m - first_m  # one at least: the last query reads every key
             steps = group * trips
-            added_m = T.alloc_var("int32", init=first_added(tile, num_n, num_m, diagonal))
-            is_last = tile == 0  # of those who add to a tile of dq
+            seen_m = T.alloc_var("int32", init=first_seen(tile, num_n, num_m, diagonal))
+            first_row = (batch * Hq + kv_head * group) * num_m
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
@@ -267,49 +276,44 @@ def build_attention_bwd_hopper(
                         fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
                         fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
                         T.barrier_arrive(dout_full[other])
-                elif is_last & (tx < WORKERS + 64):
-                    if tx % 32 == 0:
-                        for step in T.serial(steps):
-                            m = first_m + T.truncmod(step, trips)
-                            head = kv_head * group + T.truncdiv(step, trips)
-                            row = (batch * Hq + head) * num_m + m
-                            if m >= added_m:
-                                dq_sums.wait_turn(turns, row, num_n - 1 - tile)
-                            if step > 0:  # the sum before has been read
-                                await_step(dq_full, step - 1)
-                            if m >= added_m:
-                                dq_sums.load(dq_sum, row, dq_tile, dq_free)
-                            T.barrier_arrive(dq_free)
-                elif is_last & (tx < WORKERS + 96):
-                    for step in T.serial(steps):
-                        m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
-                        head = kv_head * group + T.truncdiv(step, trips)
-                        to = dq[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM]
-                        await_step(dq_full, step)
-                        T.tma_copy(dq_rounded, to, leader_scope_threads=32)
-                        T.tma_store_wait(0)  # dq_rounded has been read
-                        release(rounded_free, 0)
-                elif (tx % 32 == 0) & (tx < WORKERS + 32 + 32 * ADDERS):
+                elif tx < WORKERS + 32 + 32 * ADDERS:
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
-                    if adder == 0:
-                        T.barrier_arrive(dq_free)  # for the first step
-                    for turn in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
-                        step = turn * ADDERS + adder
-                        m = first_m + T.truncmod(step, trips)
-                        row = (batch * Hq + kv_head * group + T.truncdiv(step, trips)) * num_m + m
-                        if m >= added_m:
-                            dq_sums.wait_turn(turns, row, num_n - 1 - tile)
-                        # Its own barrier: of a shared one it could take another's phase for its.
-                        T.barrier_wait(dq_full[adder], turn % 2)
-                        if m >= added_m:
-                            dq_sums.add(dq_tile, dq_sum, row)
-                        else:
-                            dq_sums.store(dq_tile, dq_sum, row)
-                        T.tma_store_arrive()
-                        T.tma_store_wait(0)  # dq_tile has been read
-                        T.barrier_arrive(dq_free)
-                        T.tma_store_wait(0, False)  # and dq_sum written
-                        dq_sums.end_turn(turns, row, num_n - tile)
+                    # A step's tile of queries, and its row of dq_sum; counted, not divided.
+                    m = T.alloc_var("int32", init=T.if_then_else(adder == 0, first_m, num_m - 1))
+                    row = T.alloc_var("int32", init=first_row + m - adder * num_m)
+                    for turn in T.serial(T.truncdiv(steps + adder + ADDERS - 1, ADDERS)):
+                        step = turn * ADDERS - adder  # from -1 on: that lets the first one in
+                        if step >= 0:
+                            if has_sum(tile, m, seen_m) & (not is_last(tile, m, seen_m)):
+                                dq_sums.wait_turn(turns, row, num_n - 1 - tile)
+                            # Its own: of a shared one it could take another's phase for its.
+                            T.barrier_wait(dq_full[adder], (turn - adder) % 2)
+                            if is_last(tile, m, seen_m):
+                                head = T.truncdiv(row, num_m) - batch * Hq
+                                queries = slice(m * BLOCK_M, m * BLOCK_M + BLOCK_M)
+                                to = dq[batch, head, queries, 0:HEAD_DIM]
+                                T.tma_copy(dq_rounded, to, leader_scope_threads=32)
+                            elif T.shuffle_elect(32):
+                                if has_sum(tile, m, seen_m):
+                                    dq_sums.add(dq_tile, dq_sum, row)
+                                else:
+                                    dq_sums.store(dq_tile, dq_sum, row)
+                                T.tma_store_arrive()
+                            T.tma_store_wait(0)  # the tile has been read
+                        next_row = T.alloc_var("int32", init=row + row_step(m, num_m, first_m))
+                        next_m = T.alloc_var("int32", init=tile_after(m, num_m, first_m))
+                        ends = is_last(tile, next_m, seen_m) & (step + 1 < steps)
+                        if ends & has_sum(tile, next_m, seen_m):
+                            dq_sums.wait_turn(turns, next_row, num_n - 1 - tile)
+                            if T.shuffle_elect(32):
+                                dq_sums.load(dq_sum, next_row, dq_tile, dq_free)
+                        release(dq_free, 0)
+                        if (step >= 0) & (not is_last(tile, m, seen_m)):
+                            T.tma_store_wait(0, False)  # and dq_sum written
+                            if T.shuffle_elect(32):
+                                dq_sums.end_turn(turns, row, num_n - tile)
+                        row = next_row + row_step(next_m, num_m, first_m)
+                        m = tile_after(next_m, num_m, first_m)
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
@@ -338,8 +342,8 @@ def build_attention_bwd_hopper(
                     issue_scores(k_tile, q_tile, stage, scores, warpgroup)
                     add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc, warpgroup)
                     await_product(2, dq_acc, dq_regs)
-                    has_sum = m_start >= added_m * BLOCK_M
-                    hand_over(dq_acc, dq_tiles, dq_barriers, step - 1, is_last, has_sum, scale)
+                    order = (tile, T.truncdiv(m_start, BLOCK_M), seen_m)
+                    hand_over(dq_acc, *dq_tiles, step - 1, has_sum(*order), is_last(*order), scale)
                     ends_head = m_start == (num_m - 1) * BLOCK_M
                     m_start = T.if_then_else(ends_head, first_m * BLOCK_M, m_start + BLOCK_M)
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
@@ -357,8 +361,8 @@ def build_attention_bwd_hopper(
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
                 add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc, warpgroup)
                 await_product(1, dq_acc, dq_regs)
-                has_sum = m_start >= added_m * BLOCK_M
-                hand_over(dq_acc, dq_tiles, dq_barriers, steps - 1, is_last, has_sum, scale)
+                order = (tile, T.truncdiv(m_start, BLOCK_M), seen_m)
+                hand_over(dq_acc, *dq_tiles, steps - 1, has_sum(*order), is_last(*order), scale)
                 await_product(0, dk_acc, acc_regs)
                 T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):

@@ -5,9 +5,9 @@ of q). The blocks that add to one tile do so in turn, last keys first, so that s
 for bit every time; the first of them stores, so dq_sum need not be zeroed. turns[tile] starts as 0;
 whoever has added key tile n of num_n sets it to num_n - n, and whoever adds tile n waits for
 num_n - 1 - n. The key tiles that a query tile sees are all those from 0 up to some last one: each
-but that has a predecessor, and key tile 0 is the last wherever its block adds. That block writes dq
-in place of a sum: one thread has the sum so far brought to where other blocks put their own part,
-the warps add theirs to it, scale and round, and a warp has that stored.
+but that has a predecessor, and the last is that of key tile 0. Who is the last makes dq of the sum:
+a thread has the sum so far brought to where others hand over their part, ahead of the warps, who
+add theirs in registers, scale and round, and have that stored.
 
 No turn waits for ever. A block waits only for blocks of lower index (`locate` of
 `tilelang_attention_bwd_hopper.py` puts a head's last keys first), and a GPU starts blocks in order

@@ -107,12 +107,11 @@ def test_it_is_what_it_is_meant_to_be():
     assert not [line for line in source.splitlines() if "wgmma_" in line and "threadIdx" in line]
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
-    # In the block that adds last: who brings sums, and who stores dq. Then those who add.
+    # A part of dq is stored, rounded or added to those before; then the next one is let in, with
+    # the sum so far if it ends one.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
-    order = [turn, "dq_full[", "load_tile(", "dq_free[0].arrive"]
-    order += ["dq_full[", "tma_store(dq_desc", read, "rounded_free[0].arrive"]
-    order += ["dq_free[0].arrive", turn, "dq_full[adder]", "tma_store_add(", "store_tile("]
-    order += [read, "dq_free[0].arrive", written, "end_turn("]
+    order = [turn, "dq_full[adder]", "tma_store(dq_desc", "tma_store_add(", "store_tile(", read]
+    order += [turn, "load_tile(", "dq_free[0].arrive", written, "end_turn("]
     position = source.index("row < ")
     for word in order:
         position = source.index(word, position) + 1
