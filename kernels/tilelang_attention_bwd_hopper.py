@@ -8,20 +8,23 @@ streams past them the queries of every query head that reads it, in tiles of 819
     dv += p^T dout                       p^T in registers
     dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
 
-Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and two
-threads add tiles of dq to memory, each every other one: in turn, that takes longer than a step
-does. A trip of the loop issues products ahead of what is computed, to keep tensor cores busy:
+Who does what. Two warpgroups compute, 64 keys each; of a third, one warp fetches tiles and three
+add tiles of dq to memory, every third one each: in turn, that takes longer than a step does. The
+warpgroups that compute are half a trip of the loop apart, so that one issues products while the
+other exponentiates. In a trip, each will
 
-    issue dq and dk of the last tile, and s between them; wait for dq and hand it over
-    issue dp; wait for s; exponentiate it, beside dk and dp
+    issue s and dp, and let the other one do so; wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds and share it, beside dv
+    issue dq of the last tile, of which by now both have shared ds, and dk; wait for dq
+    let the other one go on; hand dq over, beside dk; wait for dk
 
-dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), and
-the last to add to a tile makes dq of it (`tilelang_attention_dq_sum.py`).
+Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
+take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
 """
 
 from typing import Any
 
+from minitx.kernels import tilelang_attention_bwd_order as order
 from minitx.kernels import tilelang_attention_dq_sum as dq_sums
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
@@ -34,13 +37,20 @@ from minitx.kernels.tilelang_wgmma import Operand, own_rows
 # pyright: reportInvalidTypeForm=false
 
 BLOCK_N = 128  # keys
-Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
+Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
 WORKERS = 256  # threads that compute
 MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
-ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
-L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
+GO = 9  # and two more: at GO + i warpgroup i waits for the other one
+ADDERS = 3  # warps that add tiles of dq to memory
 
-FORGET = r"""
+HELPERS = r"""
+__device__ __forceinline__ void let_go(int is_it, int barrier) {
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p bar.arrive %1, 256; }"
+               :: "r"(is_it), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_to_go(int barrier) {
+  asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
+}
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
@@ -71,38 +81,26 @@ def build_attention_bwd_hopper(
         """The first tile of queries with one that reads keys from n_start on."""
         return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
 
-    def first_seen(tile, num_n, num_m, diagonal):
-        """The first tile of queries that sees keys of a later tile, too."""
-        first = first_tile((tile + 1) * BLOCK_N, diagonal)
-        return T.if_then_else(tile + 1 == num_n, num_m, first)
-
-    def tile_after(m, num_m, first_m):
-        """The next step's tile of queries; after a head's last one the next head's first."""
-        return T.if_then_else(m + 1 == num_m, first_m, m + 1)
-
-    def row_step(m, num_m, first_m):
-        """How far its row of dq_sum is from that of m."""
-        return T.if_then_else(m + 1 == num_m, first_m + 1, 1)
-
-    # What the order of turns decides: of two blocks, that of the later keys adds first.
-    def has_sum(tile, m, seen_m):
-        """Whether another block adds to tile m of queries before this one does."""
-        return m >= seen_m
-
-    def is_last(tile, m, seen_m):
-        """Whether none adds to it after this one."""
-        return tile == 0
+    def call(function, *arguments):
+        """A statement that calls one of HELPERS."""
+        return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
 
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
-        return T.evaluate(T.call_extern("void", f"forget<{count}>", tile.data))  # type: ignore[attr-defined]
+        return call(f"forget<{count}>", tile.data)
 
     def fetch(region, tiles, barriers, stage=None):
         """By the threads of a warp, who arrive at the barrier once all is asked for."""
         tile = tiles if stage is None else tiles[stage, :, :]
         barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
+
+    def half_of_dq(dq, batch, head, m, half):
+        """The part of a tile that is a warpgroup's: 64 queries of 128, or 64 columns."""
+        start, column = (m * 2 + half, 0) if BLOCK_M == 128 else (m, half)
+        rows = slice(start * 64, start * 64 + 64)
+        return dq[batch, head, rows, column * 64 : column * 64 + 64]
 
     @T.macro
     def await_product(pending, tile, registers):
@@ -133,13 +131,12 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
-        """ds to shared memory, for both warpgroups."""
+        """ds, and to shared memory, for both warpgroups."""
         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
             dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
         T.copy(dp, ds)
         wgmma.store_own_rows(ds, ds_tile, buffer)
         T.fence_proxy_async()
-        T.sync_threads(MEET, WORKERS)
 
     @T.macro
     def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
@@ -151,35 +148,37 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def issue_dq(ds_tile, buffer, k_tile, dq_acc, warpgroup):
-        """64 queries of 128 a warpgroup, or 64 columns."""
+        """A warpgroup's half."""
         forget(dq_acc, dq_regs)
         first = wgmma.own_columns(warpgroup, ds_tile)  # as many bytes as of k_tile
         ds = Operand(ds_tile, False, buffer * DS_BYTES + (first if BLOCK_M == 128 else 0))
         keys = Operand(k_tile, False, first if BLOCK_M == 64 else 0)
         wgmma.issue_product(dq_acc, ds, keys, BLOCK_N, clear=True)
 
-    def add_dk(ds_tile, buffer, q_tile, stage, dk_acc, warpgroup):
-        ds = Operand(ds_tile, True, buffer * DS_BYTES + own_rows(warpgroup))
-        return wgmma.issue_product(dk_acc, ds, Operand(q_tile, False, stage * Q_BYTES), BLOCK_M)
-
-    def add_dv(p, dout_tile, stage, dv_acc):
-        return wgmma.issue_product(dv_acc, p, Operand(dout_tile, False, stage * Q_BYTES), BLOCK_M)
+    def add_product(sums, factor, tile, stage):
+        """dv of p and dout, and dk of ds and q."""
+        return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def hand_over(dq_acc, dq_tile, dq_rounded, dq_full, dq_free, step, adds_to, ends, scale):
-        """dq_acc to the step's adder; if this ends a sum, dq."""
-        T.barrier_wait(dq_free, step % 2)
-        if ends:
-            if adds_to:
-                for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+    def hand_over(dq_acc, dq_16, dq_tiles, barriers, step, warpgroup, adds, scale):
+        """dq_acc to the step's adder; by the last of those who add, dq."""
+        dq_tile, dq_rounded = dq_tiles
+        dq_full, dq_free = barriers
+        is_first, is_last = adds
+        T.barrier_wait(dq_free[warpgroup], step % 2)
+        if is_last:
+            if not is_first:
+                for i, d in T.Parallel(128, 64):
                     dq_acc[i, d] += dq_tile[i, d]
-            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+            for i, d in T.Parallel(128, 64):
                 dq_acc[i, d] *= scale
-            T.copy(dq_acc, dq_rounded)
+            T.copy(dq_acc, dq_16)
+            wgmma.store_own_rows(dq_16, dq_rounded, 0)
         else:
             T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full[step % ADDERS])
+        T.sync_warp()
+        release(dq_full, step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -208,20 +207,22 @@ def build_attention_bwd_hopper(
         num_n = T.ceildiv(Skv, BLOCK_N)
         num_m = T.ceildiv(Sq, BLOCK_M)
         with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
-            T.import_source(FORGET + wgmma.HELPERS + dq_sums.HELPERS)
+            T.import_source(HELPERS + wgmma.HELPERS + dq_sums.HELPERS)
             k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             q_tile = T.alloc_shared((Q_STAGES, BLOCK_M, HEAD_DIM), dtype)
             dout_tile = T.alloc_shared((DOUT_STAGES, BLOCK_M, HEAD_DIM), dtype)
             stats_tile = T.alloc_shared((DOUT_STAGES, 2, BLOCK_M), "float32")
             ds_tile = T.alloc_shared((2, BLOCK_N, BLOCK_M), dtype)
-            dq_tile = T.alloc_shared((BLOCK_M, HEAD_DIM), "float32")
-            dq_rounded = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
+            # Both halves of a tile, of 64 x 64.
+            dq_tile = T.alloc_shared((128, 64), "float32")
+            dq_rounded = T.alloc_shared((1, 128, 64), dtype)
             scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             dp = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             p = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
             ds = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
-            dq_acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
+            dq_acc = T.alloc_fragment((128, 64), "float32")
+            dq_16 = T.alloc_fragment((128, 64), dtype)
             dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             k_full = T.alloc_barrier(32)
@@ -230,28 +231,32 @@ def build_attention_bwd_hopper(
             q_free = T.alloc_barrier([8] * Q_STAGES)
             dout_full = T.alloc_barrier([32] * DOUT_STAGES)
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
-            dq_full = T.alloc_barrier([WORKERS] * ADDERS)
-            dq_free = T.alloc_barrier(1)
+            # Of each half; an adder has its own: of shared ones it could take a phase for another.
+            dq_free = T.alloc_barrier([1] * 2)
+            dq_full = T.alloc_barrier([4] * (2 * ADDERS))
+            dq_read = T.alloc_barrier([1] * (2 * ADDERS))
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
-            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dk_acc, dv_acc))
-            T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
+            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
+            T.annotate_layout({dq_tile: T.Layout((128, 64), place_in_tile)})
 
-            dq_tiles = (dq_tile, dq_rounded, dq_full, dq_free)
+            dq_tiles, dq_barriers = (dq_tile, dq_rounded), (dq_full, dq_free)
 
             tx = T.get_thread_binding()
-            key_tile = locate(block, num_n, B * Hkv, Sq, HEAD_DIM)
+            late = order.num_late(Hkv, group, Sq, HEAD_DIM) if IS_CAUSAL else 0
+            place = order.locate(block, num_n, B, Hkv, late, Sq, HEAD_DIM)
             # Variables: an expression would be computed anew wherever it is read.
-            tile = T.alloc_var("int32", init=key_tile[0])
-            kv_head = T.alloc_var("int32", init=T.truncmod(key_tile[1], Hkv))
-            batch = T.alloc_var("int32", init=T.truncdiv(key_tile[1], Hkv))
+            tile = T.alloc_var("int32", init=place[0])
+            kv_head = T.alloc_var("int32", init=place[1])
+            batch = T.alloc_var("int32", init=place[2])
+            is_late = T.alloc_var("bool", init=place[3])
             n_start = tile * BLOCK_N
             keys = slice(n_start, n_start + BLOCK_N)
             diagonal = Skv - Sq + 1  # query i reads keys below i + diagonal
             first_m = first_tile(n_start, diagonal)
-            trips = num_m - first_m  # one at least: the last query reads every key
-            steps = group * trips
-            seen_m = T.alloc_var("int32", init=first_seen(tile, num_n, num_m, diagonal))
-            first_row = (batch * Hq + kv_head * group) * num_m
+            of_next = first_tile(n_start + BLOCK_N, diagonal)
+            next_m = T.alloc_var("int32", init=T.Select(tile + 1 == num_n, num_m, of_next))
+            # Of each head; one tile at least: the last query reads every key.
+            steps = group * (num_m - first_m)
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
@@ -261,8 +266,8 @@ def build_attention_bwd_hopper(
                     fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, k_full)
                     T.barrier_arrive(k_full)
                     for step in T.serial(steps):
-                        head = kv_head * group + T.truncdiv(step, trips)
-                        m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                        at = order.step_at(step, group, first_m, num_m, is_late)
+                        head, m_start = kv_head * group + at[0], at[1] * BLOCK_M
                         queries = slice(m_start, m_start + BLOCK_M)
                         stage = step % Q_STAGES
                         T.barrier_wait(q_free[stage], 1 - step // Q_STAGES % 2)
@@ -276,94 +281,101 @@ def build_attention_bwd_hopper(
                         fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
                         fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
                         T.barrier_arrive(dout_full[other])
-                elif tx < WORKERS + 32 + 32 * ADDERS:
+                else:
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
-                    # A step's tile of queries, and its row of dq_sum; counted, not divided.
-                    m = T.alloc_var("int32", init=T.if_then_else(adder == 0, first_m, num_m - 1))
-                    row = T.alloc_var("int32", init=first_row + m - adder * num_m)
-                    for turn in T.serial(T.truncdiv(steps + adder + ADDERS - 1, ADDERS)):
-                        step = turn * ADDERS - adder  # from -1 on: that lets the first one in
-                        if step >= 0:
-                            if has_sum(tile, m, seen_m) & (not is_last(tile, m, seen_m)):
-                                dq_sums.wait_turn(turns, row, num_n - 1 - tile)
-                            # Its own: of a shared one it could take another's phase for its.
-                            T.barrier_wait(dq_full[adder], (turn - adder) % 2)
-                            if is_last(tile, m, seen_m):
-                                head = T.truncdiv(row, num_m) - batch * Hq
-                                queries = slice(m * BLOCK_M, m * BLOCK_M + BLOCK_M)
-                                to = dq[batch, head, queries, 0:HEAD_DIM]
-                                T.tma_copy(dq_rounded, to, leader_scope_threads=32)
+                    turn = T.alloc_var("int32", init=order.turn_of(tile, num_n, is_late))
+                    for use in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
+                        step = use * ADDERS + adder
+                        last = (step - 1) % ADDERS  # who adds the tile before
+                        at = order.step_at(step, group, first_m, num_m, is_late)
+                        head, m = kv_head * group + at[0], at[1]
+                        row = (batch * Hq + head) * num_m + m
+                        adds = order.adds_first_and_last(tile, m, next_m, is_late)
+                        is_first, is_last = adds
+                        if is_last & (not is_first):
+                            dq_sums.wait_turn(turns, row, turn)
+                        for half in T.unroll(2):
+                            if step > 0:
+                                T.barrier_wait(dq_read[last * 2 + half], (step - 1) // ADDERS % 2)
+                            if T.shuffle_elect(32):
+                                if is_last & (not is_first):
+                                    at_half = dq_free[half]
+                                    dq_sums.load(dq_sum, row, half, dq_tile, at_half)
+                                T.barrier_arrive(dq_free[half])
+                        if not (is_first | is_last):
+                            dq_sums.wait_turn(turns, row, turn)
+                        for half in T.unroll(2):
+                            T.barrier_wait(dq_full[adder * 2 + half], use % 2)
+                            if is_last:
+                                rounded = dq_rounded[0, half * 64 : half * 64 + 64, 0:64]
+                                to = half_of_dq(dq, batch, head, m, half)
+                                T.tma_copy(rounded, to, leader_scope_threads=32)
                             elif T.shuffle_elect(32):
-                                if has_sum(tile, m, seen_m):
-                                    dq_sums.add(dq_tile, dq_sum, row)
+                                if is_first:
+                                    dq_sums.store(dq_tile, dq_sum, row, half)
                                 else:
-                                    dq_sums.store(dq_tile, dq_sum, row)
+                                    dq_sums.add(dq_tile, dq_sum, row, half)
                                 T.tma_store_arrive()
-                            T.tma_store_wait(0)  # the tile has been read
-                        next_row = T.alloc_var("int32", init=row + row_step(m, num_m, first_m))
-                        next_m = T.alloc_var("int32", init=tile_after(m, num_m, first_m))
-                        ends = is_last(tile, next_m, seen_m) & (step + 1 < steps)
-                        if ends & has_sum(tile, next_m, seen_m):
-                            dq_sums.wait_turn(turns, next_row, num_n - 1 - tile)
+                            T.tma_store_wait(0)  # this half has been read
+                            release(dq_read, adder * 2 + half)
+                        if not is_last:
+                            T.tma_store_wait(0, False)  # dq_sum has been written
                             if T.shuffle_elect(32):
-                                dq_sums.load(dq_sum, next_row, dq_tile, dq_free)
-                        release(dq_free, 0)
-                        if (step >= 0) & (not is_last(tile, m, seen_m)):
-                            T.tma_store_wait(0, False)  # and dq_sum written
-                            if T.shuffle_elect(32):
-                                dq_sums.end_turn(turns, row, num_n - tile)
-                        row = next_row + row_step(next_m, num_m, first_m)
-                        m = tile_after(next_m, num_m, first_m)
+                                dq_sums.end_turn(turns, row, turn + 1)
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
+                m = T.alloc_var("int32", init=T.Select(is_late, num_m - 1, first_m))
+                last_m = T.alloc_var("int32", init=0)  # of the step before
+                head = T.alloc_var("int32", init=0)  # of the group; both are counted, not divided
                 T.fill(dk_acc, 0)
                 T.fill(dv_acc, 0)
-                T.barrier_wait(k_full, 0)
-                T.barrier_wait(q_full[0], 0)
-                issue_scores(k_tile, q_tile, 0, scores, warpgroup)
-                T.barrier_wait(v_full, 0)
-                T.barrier_wait(dout_full[0], 0)
-                issue_scores(v_tile, dout_tile, 0, dp, warpgroup)
-                await_product(1, scores, score_regs)
-                m_start = T.alloc_var("int32", init=first_m * BLOCK_M)  # counted, not divided
-                exponentiate(scores, p, stats_tile, 0, qk_scale, m_start, n_start, diagonal)
-                add_dv(p, dout_tile, 0, dv_acc)
-                await_product(1, dp, score_regs)
-                differentiate(scores, dp, stats_tile, 0, ds, ds_tile, 0)
-                await_product(0, dv_acc, acc_regs)
-                release(dout_free, 0)
-                for step in T.serial(1, steps):
+                call("let_go", warpgroup, GO)
+                # ptxas keeps what the warp shares in its registers only behind such a wait, of one
+                # thread.
+                if T.shuffle_elect(32):
+                    T.barrier_wait(k_full, 0)
+                    T.barrier_wait(v_full, 0)
+                T.sync_warp()
+                for step in T.serial(steps):
                     stage = step % Q_STAGES
-                    last = (step - 1) % Q_STAGES
                     other = step % DOUT_STAGES
-                    issue_dq(ds_tile, (step - 1) % 2, k_tile, dq_acc, warpgroup)
+                    call("wait_to_go", GO + warpgroup)
                     T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
                     issue_scores(k_tile, q_tile, stage, scores, warpgroup)
-                    add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc, warpgroup)
-                    await_product(2, dq_acc, dq_regs)
-                    order = (tile, T.truncdiv(m_start, BLOCK_M), seen_m)
-                    hand_over(dq_acc, *dq_tiles, step - 1, has_sum(*order), is_last(*order), scale)
-                    ends_head = m_start == (num_m - 1) * BLOCK_M
-                    m_start = T.if_then_else(ends_head, first_m * BLOCK_M, m_start + BLOCK_M)
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
                     issue_scores(v_tile, dout_tile, other, dp, warpgroup)
-                    await_product(2, scores, score_regs)
+                    call("let_go", 1 - warpgroup, GO + 1)
+                    await_product(1, scores, score_regs)
+                    m_start = m * BLOCK_M
                     exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
-                    add_dv(p, dout_tile, other, dv_acc)
+                    add_product(dv_acc, p, dout_tile, other)
                     await_product(1, dp, score_regs)
-                    T.warpgroup_fence_operand(dk_acc, num_regs=acc_regs)
-                    release(q_free, last)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    # Nothing crosses the end of a trip. dv could, and gains nothing by it.
-                    await_product(0, dv_acc, acc_regs)
+                    # In the first trip of nothing, to be of no use.
+                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
+                    add_product(dk_acc, ds, q_tile, stage)
+                    await_product(1, dq_acc, dq_regs)
+                    T.warpgroup_fence_operand(dv_acc, num_regs=acc_regs)
                     release(dout_free, other)
+                    call("let_go", warpgroup, GO)
+                    if step > 0:
+                        adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
+                        hand_over(
+                            dq_acc, dq_16, dq_tiles, dq_barriers, step - 1, warpgroup, adds, scale
+                        )
+                    last_m = m
+                    head = T.Select(head + 1 == group, 0, head + 1)
+                    if head == 0:
+                        m = m + T.Select(is_late, -1, 1)
+                    await_product(0, dk_acc, acc_regs)
+                    release(q_free, stage)
+                call("wait_to_go", GO + warpgroup)
+                call("let_go", 1 - warpgroup, GO + 1)
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
-                add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc, warpgroup)
-                await_product(1, dq_acc, dq_regs)
-                order = (tile, T.truncdiv(m_start, BLOCK_M), seen_m)
-                hand_over(dq_acc, *dq_tiles, steps - 1, has_sum(*order), is_last(*order), scale)
-                await_product(0, dk_acc, acc_regs)
+                await_product(0, dq_acc, dq_regs)
+                adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
+                hand_over(dq_acc, dq_16, dq_tiles, dq_barriers, steps - 1, warpgroup, adds, scale)
                 T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
                     dk_acc[j, d] *= scale
@@ -375,16 +387,3 @@ def build_attention_bwd_hopper(
                 T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
 
     return attention_bwd_hopper
-
-
-def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tuple[Any, Any]:
-    """(tile of keys, key head of all batches) of a block: heads whose tiles of queries fit in L2
-    go together, and of a head the last keys first."""
-    import tilelang.language as T
-
-    width = T.max(T.truncdiv(L2_BYTES // (8 * HEAD_DIM), Sq), 1)
-    width = T.min(width, num_heads)  # or width * num_n might not fit in 32 bits
-    first = T.truncdiv(block, width * num_n) * width
-    together = T.min(width, num_heads - first)
-    rest = T.truncmod(block, width * num_n)
-    return num_n - 1 - T.truncdiv(rest, together), first + T.truncmod(rest, together)

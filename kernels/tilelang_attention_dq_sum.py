@@ -1,20 +1,24 @@
 """How the blocks of the backward for Hopper sum dq, by the copy engine: for kernels in TileLang.
 
 A tile of dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size
-of q). The blocks that add to one tile do so in turn, last keys first, so that sums are the same bit
-for bit every time; the first of them stores, so dq_sum need not be zeroed. turns[tile] starts as 0;
-whoever has added key tile n of num_n sets it to num_n - n, and whoever adds tile n waits for
-num_n - 1 - n. The key tiles that a query tile sees are all those from 0 up to some last one: each
-but that has a predecessor, and the last is that of key tile 0. Who is the last makes dq of the sum:
-a thread has the sum so far brought to where others hand over their part, ahead of the warps, who
-add theirs in registers, scale and round, and have that stored.
+of q). The blocks that add to one tile do so in turn, in the order in which they start, so that sums
+are the same bit for bit every time. turns[tile] starts as 0, and whoever has added sets it to the
+number of blocks of the head that it and those before it are. The first of them stores, so dq_sum
+need not be zeroed. The last writes dq in place of a sum: it has the sum so far brought to where
+other blocks put their own part, its warps add theirs to it, scale and round, and dq is stored.
 
-No turn waits for ever. A block waits only for blocks of lower index (`locate` of
-`tilelang_attention_bwd_hopper.py` puts a head's last keys first), and a GPU starts blocks in order
-of index: they run, or have ended. A block that runs keeps its multiprocessor until it ends; other
-streams' kernels can hold up only blocks that have not started, for which none that runs waits.
-Within a block a step waits for its turn and for the steps before it, and never those for it. So, by
-induction over the index and, within a block, over its steps, every wait ends.
+The key tiles that a query tile sees are all those from 0 up to some last one. So a block has its
+predecessor at every tile but those where it has the head's first or last keys of all that are seen:
+there it is the first or the last (`adds_first_and_last` of `tilelang_attention_bwd_order.py`).
+
+No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's blocks
+in the order of their turns), and a GPU starts blocks in order of index: they run, or have ended. A
+block that runs keeps its multiprocessor until it ends; other streams' kernels can hold up only
+blocks that have not started, for which none that runs waits. Within a block a step waits for its
+turn and for the steps before it, and never those for it. So, by induction over the index and,
+within a block, over its steps, every wait ends.
+
+A tile goes in halves of 64 x 64, one of each warpgroup.
 
 Memory that one proxy (threads, or the copy engine) has written and another reads needs a fence
 between: on both sides of a turn, as it is threads that wait and the copy engine that adds.
@@ -23,7 +27,8 @@ between: on both sides of a turn, as it is threads that wait and the copy engine
 from typing import Any
 
 DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
-BYTES = DQ_TILE * 4
+HALF = DQ_TILE // 2  # of a warpgroup: 64 queries by 64 columns
+BYTES = HALF * 4
 
 HELPERS = r"""
 __device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
@@ -68,36 +73,37 @@ def end_turn(turns: Any, row: Any, value: Any) -> Any:
     return _call("end_turn", T.address_of(turns[row]), value)
 
 
-def store(dq_tile: Any, dq_sum: Any, row: Any) -> Any:
-    """dq_tile, in shared memory, becomes the sum. Not awaited: a bulk group's, to be committed."""
-    return _call("store_tile", *_places(dq_tile, dq_sum, row))
+def store(dq_tile: Any, dq_sum: Any, row: Any, half: Any) -> Any:
+    """A half of dq_tile, in shared memory, becomes the sum. Not awaited: a bulk group's, to be
+    committed."""
+    return _call("store_tile", *_places(dq_tile, dq_sum, row, half))
 
 
-def add(dq_tile: Any, dq_sum: Any, row: Any) -> Any:
+def add(dq_tile: Any, dq_sum: Any, row: Any, half: Any) -> Any:
     """The same, added to the sum."""
-    return _call("tl::tma_store_add", *_places(dq_tile, dq_sum, row))
+    return _call("tl::tma_store_add", *_places(dq_tile, dq_sum, row, half))
 
 
-def load(dq_sum: Any, row: Any, dq_tile: Any, barrier: Any) -> Any:
+def load(dq_sum: Any, row: Any, half: Any, dq_tile: Any, barrier: Any) -> Any:
     """The sum so far to dq_tile; the barrier's phase, which must not have ended, expects it."""
     import tilelang.language as T
 
-    return _call("load_tile", *_places(dq_tile, dq_sum, row), T.address_of(barrier[0]))
+    return _call("load_tile", *_places(dq_tile, dq_sum, row, half), T.address_of(barrier))
 
 
 def place_in_tile(i: Any, d: Any) -> Any:
-    """Where element [i, d] of a tile of dq lies in it: the registers of one number of all the
-    threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
+    """Where element [i % 64, d] of half i // 64 lies in a tile: the registers of one number of all
+    the threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
     thread = i % 64 // 16 * 32 + i % 8 * 4 + d % 8 // 2
-    pair = d % 64 // 8 * 2 + i % 16 // 8
-    return (i // 64 + d // 64) * 4096 + pair * 256 + thread * 2 + d % 2
+    pair = d // 8 * 2 + i % 16 // 8
+    return i // 64 * HALF + pair * 256 + thread * 2 + d % 2
 
 
-def _places(dq_tile: Any, dq_sum: Any, row: Any) -> tuple[Any, Any, int]:
+def _places(dq_tile: Any, dq_sum: Any, row: Any, half: Any) -> tuple[Any, Any, int]:
     import tilelang.language as T
 
-    at = T.address_of(dq_sum[T.cast(row, "int64"), 0])
-    return T.address_of(dq_tile[0, 0]), at, BYTES
+    at = T.address_of(dq_sum[T.cast(row, "int64"), half * HALF])
+    return T.address_of(dq_tile[half * 64, 0]), at, BYTES
 
 
 def _call(function: str, *arguments: Any) -> Any:

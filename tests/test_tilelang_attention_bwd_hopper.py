@@ -1,5 +1,5 @@
-"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn,
-products issued a trip ahead, buffers that come round, tiles that no block adds to.
+"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, in two
+orders, warpgroups half a trip apart, buffers that come round, tiles that no block adds to.
 
 A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
 buffers: from the fourth tile on a buffer is filled again.
@@ -28,10 +28,8 @@ if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
 from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
-from minitx.kernels.tilelang_attention_bwd_hopper import (  # noqa: E402
-    build_attention_bwd_hopper,
-    locate,
-)
+from minitx.kernels import tilelang_attention_bwd_order as order  # noqa: E402
+from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper  # noqa: E402
 from minitx.kernels.tilelang_attention_dq_sum import place_in_tile  # noqa: E402
 from minitx.kernels.tilelang_attention_tiles import takes_hopper_kernels  # noqa: E402
 
@@ -70,17 +68,67 @@ def assert_same_bits(actual, expected) -> None:
         assert torch.equal(got, want), f"{name} differs"
 
 
+def number(x) -> int:
+    """Of an expression of numbers."""
+    from tilelang import tvm
+
+    return int(x if isinstance(x, int) else tvm.arith.Analyzer().simplify(x))
+
+
 # On any machine
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(("num_n", "heads", "Sq"), [(1, 1, 1), (5, 3, 100), (7, 11, 20000)])
-def test_every_block_waits_for_one_that_started_before(num_n, heads, Sq, D):
-    places = [tuple(map(int, locate(block, num_n, heads, Sq, D))) for block in range(num_n * heads)]
-    assert set(places) == set(itertools.product(range(num_n), range(heads)))
-    started = {place: block for block, place in enumerate(places)}
-    for tile, head in places:
-        assert tile + 1 == num_n or started[tile + 1, head] < started[tile, head]
+@pytest.mark.parametrize(
+    ("num_n", "B", "Hkv", "group", "Sq"),
+    [
+        (1, 1, 1, 1, 1),
+        (5, 3, 1, 1, 100),
+        (3, 2, 12, 1, 300),  # two heads late
+        (4, 2, 17, 1, 2000),  # three, and heads of the second batch element go with the first's
+        (7, 2, 3, 1, 100000),  # heads too long for L2, one at a time
+        (3, 3, 4, 2, 300),  # grouped
+    ],
+)
+def test_every_block_waits_for_one_that_started_before(num_n, B, Hkv, group, Sq, D):
+    late = number(order.num_late(Hkv, group, Sq, D))
+    places = [
+        tuple(map(number, order.locate(block, num_n, B, Hkv, late, Sq, D)))
+        for block in range(num_n * B * Hkv)
+    ]
+    started = {place[:3]: block for block, place in enumerate(places)}
+    assert set(started) == set(itertools.product(range(num_n), range(Hkv), range(B)))
+    for tile, head, element, number_late in places:
+        is_late = bool(number_late)
+        assert is_late == (head >= Hkv - late)
+        turn = number(order.turn_of(tile, num_n, is_late))
+        if turn > 0:
+            before = tile - 1 if is_late else tile + 1
+            assert started[before, head, element] < started[tile, head, element]
+            assert number(order.turn_of(before, num_n, is_late)) == turn - 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_block_goes_past_each_tile_of_each_head_once(is_late):
+    first_m, num_m, group = 2, 7, 3
+    steps = range(group * (num_m - first_m))
+    places = [tuple(map(number, order.step_at(i, group, first_m, num_m, is_late))) for i in steps]
+    tiles = range(first_m, num_m)
+    expected = [(head, m) for m in (reversed(tiles) if is_late else tiles) for head in range(group)]
+    assert places == expected
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_block_adds_first_to_a_tile_and_one_last(is_late):
+    first_ms = [0, 1, 3, 4]  # the first tile of queries that reads each tile of keys
+    num_n, num_m = len(first_ms), 6
+    for m in range(num_m):
+        blocks = [n for n in range(num_n) if first_ms[n] <= m]
+        blocks.sort(key=lambda n: number(order.turn_of(n, num_n, is_late)))
+        for place, n in enumerate(blocks):
+            next_m = first_ms[n + 1] if n + 1 < num_n else num_m
+            adds = map(number, order.adds_first_and_last(n, m, next_m, is_late))
+            assert tuple(map(bool, adds)) == (place == 0, place == len(blocks) - 1)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -100,20 +148,20 @@ def test_it_is_what_it_is_meant_to_be():
         HEAD_DIM=128,
         IS_CAUSAL=True,
     ).source
-    # Five products: s, dp and dv before the loop and in it, dq and dk in it and after it.
-    assert source.count("tl::wgmma_ss<") == 8
+    # Five products, and dq of the last step after the loop.
+    assert source.count("tl::wgmma_ss<") == 4
     assert source.count("tl::wgmma_rs<") == 2
     # By numbers that a warp shares.
     assert not [line for line in source.splitlines() if "wgmma_" in line and "threadIdx" in line]
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
-    # A part of dq is stored, rounded or added to those before; then the next one is let in, with
-    # the sum so far if it ends one.
+    # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
-    order = [turn, "dq_full[adder]", "tma_store(dq_desc", "tma_store_add(", "store_tile(", read]
-    order += [turn, "load_tile(", "dq_free[0].arrive", written, "end_turn("]
+    order_of_calls = [turn, "dq_read[", "load_tile(", "dq_free[half].arrive", turn, "dq_full["]
+    order_of_calls += ["tma_store(dq_desc", "store_tile(", "tma_store_add(", read]
+    order_of_calls += ["dq_read[", written, "end_turn("]
     position = source.index("row < ")
-    for word in order:
+    for word in order_of_calls:
         position = source.index(word, position) + 1
 
 
