@@ -85,6 +85,9 @@ def build_attention_bwd_hopper(
         """A statement that calls one of HELPERS."""
         return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
 
+    def keep(value):
+        return T.alloc_var("int32", init=value)[0]
+
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
@@ -243,7 +246,7 @@ def build_attention_bwd_hopper(
 
             tx = T.get_thread_binding()
             late = order.num_late(Hkv, group, Sq, HEAD_DIM) if IS_CAUSAL else 0
-            place = order.locate(block, num_n, B, Hkv, late, Sq, HEAD_DIM)
+            place = order.locate(block, num_n, B, Hkv, late, Sq, HEAD_DIM, keep)
             # Variables: an expression would be computed anew wherever it is read.
             tile = T.alloc_var("int32", init=place[0])
             kv_head = T.alloc_var("int32", init=place[1])

@@ -20,6 +20,7 @@ grouped ones: a block goes past the queries of every query head that reads its k
 What a head's order is does not depend on the batch: a batch element's bits do not, either.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
@@ -34,28 +35,42 @@ def num_late(Hkv: Any, group: Any, Sq: Any, HEAD_DIM: int) -> Any:
 
 
 def locate(
-    block: Any, num_n: Any, B: Any, Hkv: Any, late: Any, Sq: Any, HEAD_DIM: int
+    block: Any,
+    num_n: Any,
+    B: Any,
+    Hkv: Any,
+    late: Any,
+    Sq: Any,
+    HEAD_DIM: int,
+    keep: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[Any, Any, Any, Any]:
     """(tile of keys, key head, batch element, whether it is late) of a block. Heads whose tiles of
-    queries fit in L2 go together; of a head the blocks are in the order of its turns."""
+    queries fit in L2 go together; of a head the blocks are in the order of its turns.
+
+    keep: makes a variable of a number. What is read several times would be computed as often, and
+    dozens of divisions take a block longer than a trip of its loop.
+    """
     import tilelang.language as T
 
-    num_early = (Hkv - late) * B  # heads of all batch elements
+    late = keep(late)
+    num_early = keep((Hkv - late) * B)  # heads of all batch elements
     is_late = block >= num_early * num_n
-    rest = block - T.Select(is_late, num_early * num_n, 0)
-    num_heads = T.Select(is_late, late * B, num_early)
-    of_element = T.max(T.Select(is_late, late, Hkv - late), 1)
+    rest = keep(block - T.Select(is_late, num_early * num_n, 0))
+    num_heads = keep(T.Select(is_late, late * B, num_early))
+    of_element = keep(T.max(T.Select(is_late, late, Hkv - late), 1))
 
     width = T.max(T.truncdiv(_queries_in_l2(HEAD_DIM), Sq), 1)
-    width = T.max(T.min(width, num_heads), 1)  # or width * num_n might not fit in 32 bits
-    first = T.truncdiv(rest, width * num_n) * width
-    together = T.max(T.min(width, num_heads - first), 1)
-    rest = T.truncmod(rest, width * num_n)
-    place, head = T.truncdiv(rest, together), first + T.truncmod(rest, together)
+    width = keep(T.max(T.min(width, num_heads), 1))  # or width * num_n might not fit in 32 bits
+    turn = keep(T.truncdiv(rest, width * num_n))
+    rest = keep(rest - turn * width * num_n)
+    together = keep(T.max(T.min(width, num_heads - turn * width), 1))
+    place = keep(T.truncdiv(rest, together))
+    head = keep(turn * width + rest - place * together)
+    element = keep(T.truncdiv(head, of_element))
     return (
         T.Select(is_late, place, num_n - 1 - place),
-        T.truncmod(head, of_element) + T.Select(is_late, Hkv - late, 0),
-        T.truncdiv(head, of_element),
+        head - element * of_element + T.Select(is_late, Hkv - late, 0),
+        element,
         is_late,
     )
 
