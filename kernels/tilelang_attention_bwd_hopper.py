@@ -290,21 +290,33 @@ def build_attention_bwd_hopper(
                     for use in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
                         step = use * ADDERS + adder
                         last = (step - 1) % ADDERS  # who adds the tile before
+                        phase_before = (step - 1) // ADDERS % 2
                         at = order.step_at(step, group, first_m, num_m, is_late)
                         head, m = kv_head * group + at[0], at[1]
                         row = (batch * Hq + head) * num_m + m
                         adds = order.adds_first_and_last(tile, m, next_m, is_late)
                         is_first, is_last = adds
-                        if is_last & (not is_first):
+                        brings_sum = is_last & (not is_first)
+                        if brings_sum:
                             dq_sums.wait_turn(turns, row, turn)
+                            dq_sums.fence()
+                        before = order.tile_before(at[0], m, is_late)
+                        adds_before = order.adds_first_and_last(tile, before, next_m, is_late)
                         for half in T.unroll(2):
-                            if step > 0:
-                                T.barrier_wait(dq_read[last * 2 + half], (step - 1) // ADDERS % 2)
-                            if T.shuffle_elect(32):
-                                if is_last & (not is_first):
+                            # The sum comes as soon as dq_tile has been read: in the step before,
+                            # by the warps themselves if that was the last of those who add, too.
+                            if brings_sum:
+                                if step > 0:
+                                    if adds_before[1]:
+                                        T.barrier_wait(dq_full[last * 2 + half], phase_before)
+                                    else:
+                                        T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                if T.shuffle_elect(32):
                                     at_half = dq_free[half]
                                     dq_sums.load(dq_sum, row, half, dq_tile, at_half)
-                                T.barrier_arrive(dq_free[half])
+                            if step > 0:
+                                T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                            release(dq_free, half)
                         if not (is_first | is_last):
                             dq_sums.wait_turn(turns, row, turn)
                         for half in T.unroll(2):

@@ -84,6 +84,13 @@ def step_at(step: Any, group: Any, first_m: Any, num_m: Any, is_late: Any) -> tu
     return T.truncmod(step, group), T.Select(is_late, num_m - 1 - m, first_m + m)
 
 
+def tile_before(head: Any, m: Any, is_late: Any) -> Any:
+    """The tile of queries of the step before that of a query head of the group and tile m."""
+    import tilelang.language as T
+
+    return T.Select(head > 0, m, m + T.Select(is_late, 1, -1))
+
+
 def turn_of(tile: Any, num_n: Any, is_late: Any) -> Any:
     """How many blocks of a head are before that of a tile of keys."""
     import tilelang.language as T

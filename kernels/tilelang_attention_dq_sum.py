@@ -39,12 +39,14 @@ __device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
 __device__ __forceinline__ void load_tile(float *tile, float *sum, int bytes, void *barrier) {
   unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile));
   unsigned is_there = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
-  asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;"
                :: "r"(is_there), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];"
                :: "r"(to), "l"(sum), "r"(bytes), "r"(is_there) : "memory");
+}
+__device__ __forceinline__ void fence_proxies() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 __device__ __forceinline__ void wait_turn(int *turn, int value) {
   int seen;
@@ -71,6 +73,11 @@ def end_turn(turns: Any, row: Any, value: Any) -> Any:
     import tilelang.language as T
 
     return _call("end_turn", T.address_of(turns[row]), value)
+
+
+def fence() -> Any:
+    """Once a turn has come: what others have written may be loaded."""
+    return _call("fence_proxies")
 
 
 def store(dq_tile: Any, dq_sum: Any, row: Any, half: Any) -> Any:

@@ -116,6 +116,8 @@ def test_a_block_goes_past_each_tile_of_each_head_once(is_late):
     tiles = range(first_m, num_m)
     expected = [(head, m) for m in (reversed(tiles) if is_late else tiles) for head in range(group)]
     assert places == expected
+    for (_, before), (head, m) in itertools.pairwise(places):
+        assert number(order.tile_before(head, m, is_late)) == before
 
 
 @pytest.mark.parametrize("is_late", [False, True])
