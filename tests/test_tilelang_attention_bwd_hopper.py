@@ -159,7 +159,8 @@ def test_it_is_what_it_is_meant_to_be():
     assert "warpgroup_reg_dealloc<24>" in source
     # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
-    order_of_calls = [turn, "dq_read[", "load_tile(", "dq_free[half].arrive", turn, "dq_full["]
+    order_of_calls = [turn, "fence_proxies(", "dq_full[", "dq_read[", "load_tile(", "dq_read["]
+    order_of_calls += ["dq_free[", turn, "dq_full["]
     order_of_calls += ["tma_store(dq_desc", "store_tile(", "tma_store_add(", read]
     order_of_calls += ["dq_read[", written, "end_turn("]
     position = source.index("row < ")
