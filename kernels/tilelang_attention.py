@@ -39,11 +39,9 @@ from minitx.kernels.tilelang_attention_bwd import (
     build_attention_bwd_dq,
     build_attention_bwd_stats,
 )
-from minitx.kernels.tilelang_attention_bwd_hopper import DQ_TILE, build_attention_bwd_hopper
-from minitx.kernels.tilelang_attention_bwd_rows import (
-    build_attention_bwd_convert,
-    build_attention_bwd_prepare,
-)
+from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper
+from minitx.kernels.tilelang_attention_bwd_rows import build_attention_bwd_prepare
+from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
 from minitx.kernels.tilelang_attention_tiles import (
@@ -183,7 +181,6 @@ def _bwd_requests(
         return [
             (build_attention_bwd_hopper, {**key, "IS_CAUSAL": is_causal}),  # compiles longest
             (build_attention_bwd_prepare, {**key, "WITH_DLSE": with_dlse}),
-            (build_attention_bwd_convert, key),
         ]
     flags = {"WITH_DLSE": with_dlse, "USE_TMA": has_tma(device)}
     wanted: list[tuple[Any, dict[str, Any]]] = [(build_attention_bwd_stats, {**key, **flags})]
@@ -287,8 +284,10 @@ class Backward:
 
         key = requests[0][1]
         self.numbers = (Hq // Hkv, exponent_scale(scale, key["dtype"]), scale)
-        self.num_empty = max(Sq - Skv, 0) if is_causal else 0
-        num_tiles = B * Hq * -(-Sq * key["HEAD_DIM"] // DQ_TILE)
+        BLOCK_M = DQ_TILE // key["HEAD_DIM"]
+        num_tiles = B * Hq * -(-Sq // BLOCK_M)
+        # Queries in tiles to which no block comes, as none of them sees a key.
+        self.num_empty = max(Sq - Skv, 0) // BLOCK_M * BLOCK_M if is_causal else 0
         S = -(-Sq // STATS_TILE) * STATS_TILE
 
         self.stats = Empty.contiguous((B, Hq, 2, S), torch.float32, device)
@@ -327,8 +326,9 @@ class Backward:
         if hopper := kernels.get(build_attention_bwd_hopper):
             dq_sum, turns = self.dq_sum.make(), self.turns.make()
             kernels[build_attention_bwd_prepare](*rows, turns)
-            hopper(q, k, v, dout, stats, dk, dv, dq_sum, turns, *self.numbers)
-            kernels[build_attention_bwd_convert](dq, dq_sum, self.num_empty, self.numbers[2])
+            hopper(q, k, v, dout, stats, dq, dk, dv, dq_sum, turns, *self.numbers)
+            if self.num_empty > 0:
+                dq.narrow(2, 0, self.num_empty).zero_()
             return
         kernels[build_attention_bwd_stats](*rows)
         inputs, (_, needs_dk, needs_dv) = (q, k, v, dout, stats), self.needs

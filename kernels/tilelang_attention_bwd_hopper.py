@@ -8,33 +8,27 @@ streams past them the queries of every query head that reads it, in tiles of 819
     dv += p^T dout                       p^T in registers
     dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
 
-Who does what. Two warpgroups compute, 64 keys each. Of a third, one warp fetches tiles and two
-threads add tiles of dq to memory, each every other one: in turn, that takes longer than a step
-does. A trip of the loop issues products ahead of what is computed, to keep tensor cores busy:
+Who does what. Two warpgroups compute, 64 keys each; of a third, one warp fetches tiles and three
+add tiles of dq to memory, every third one each: in turn, that takes longer than a step does. The
+warpgroups that compute are half a trip of the loop apart, so that one issues products while the
+other exponentiates. In a trip, each will
 
-    issue dq and dk of the last tile, and s between them; wait for dq and hand it over
-    issue dp; wait for s; exponentiate it, beside dk and dp
+    issue s and dp, and let the other one do so; wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds and share it, beside dv
+    issue dq of the last tile, of which by now both have shared ds, and dk; wait for dq
+    let the other one go on; hand dq over, beside dk; wait for dk
 
-dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size of q), by
-the copy engine's reduction, and `build_attention_bwd_convert` (`tilelang_attention_bwd_rows.py`)
-rounds it. The blocks that add to one tile do so in turn, last keys first, so that sums are the same
-bit for bit every time; the first of them stores, so dq_sum need not be zeroed. turns[tile] starts
-as 0; whoever has added key tile n of num_n sets it to num_n - n, and whoever adds tile n waits for
-num_n - 1 - n. The key tiles that a query tile sees are all those from 0 up to some last one: each
-but that has a predecessor.
-
-No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's last
-keys first), and a GPU starts blocks in order of index: they run, or have ended. A block that runs
-keeps its multiprocessor until it ends; other streams' kernels can hold up only blocks that have
-not started, for which none that runs waits. So, by induction over the index and, within a block,
-over its steps, every wait ends.
+Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
+take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
 """
 
 from typing import Any
 
+from minitx.kernels import tilelang_attention_bwd_order as order
+from minitx.kernels import tilelang_attention_dq_sum as dq_sums
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
+from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, place_in_tile
 from minitx.kernels.tilelang_products import make_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_wgmma import Operand, own_rows
@@ -43,33 +37,24 @@ from minitx.kernels.tilelang_wgmma import Operand, own_rows
 # pyright: reportInvalidTypeForm=false
 
 BLOCK_N = 128  # keys
-DQ_TILE = 8192  # elements of a tile of queries: 64 x 128 or 128 x 64
-Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read once more, by the next trip's dk
+Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
 WORKERS = 256  # threads that compute
 MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
-ADDERS = 2  # threads that add tiles of dq to memory, in warps of their own
-L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
+GO = 9  # and two more: at GO + i warpgroup i waits for the other one
+ADDERS = 3  # warps that add tiles of dq to memory
 
 HELPERS = r"""
+__device__ __forceinline__ void let_go(int is_it, int barrier) {
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p bar.arrive %1, 256; }"
+               :: "r"(is_it), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_to_go(int barrier) {
+  asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
+}
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(registers[i]));
-}
-__device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
-  unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :: "l"(sum), "r"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_turn(int *turn, int value) {
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-  } while (seen < value);
-}
-__device__ __forceinline__ void end_turn(int *turn, int value) {
-  asm volatile("fence.proxy.async;" ::: "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
 }
 """
 
@@ -77,9 +62,12 @@ __device__ __forceinline__ void end_turn(int *turn, int value) {
 def build_attention_bwd_hopper(
     lang: Language, *, dtype: str, HEAD_DIM: int, IS_CAUSAL: bool
 ) -> Any:
-    """dk and dv [B, Hkv, Skv, D], and dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an
-    order of its own (`place_in_tile`). turns [B * Hq * tiles] int32 starts as zeros. dtype is of
-    16 bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
+    """dk and dv [B, Hkv, Skv, D], and dq [B, Hq, Sq, D] but for tiles of queries none of which sees
+    a key: those are not written.
+
+    dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an order of its own (`place_in_tile`), is
+    for the sums. turns [B * Hq * tiles] int32 starts as zeros. dtype is of 16 bits, HEAD_DIM 64 or
+    128; the rest as in `build_attention_bwd_dkdv`."""
     import tilelang.language as T
 
     BLOCK_M = DQ_TILE // HEAD_DIM
@@ -97,6 +85,9 @@ def build_attention_bwd_hopper(
         """A statement that calls one of HELPERS."""
         return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
 
+    def keep(value):
+        return T.alloc_var("int32", init=value)[0]
+
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
@@ -108,9 +99,11 @@ def build_attention_bwd_hopper(
         barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
 
-    def send(function, dq_tile, dq_sum, row):
-        to = T.address_of(dq_sum[T.cast(row, "int64"), 0])
-        return call(function, T.address_of(dq_tile[0, 0]), to, DQ_TILE * 4)
+    def half_of_dq(dq, batch, head, m, half):
+        """The part of a tile that is a warpgroup's: 64 queries of 128, or 64 columns."""
+        start, column = (m * 2 + half, 0) if BLOCK_M == 128 else (m, half)
+        rows = slice(start * 64, start * 64 + 64)
+        return dq[batch, head, rows, column * 64 : column * 64 + 64]
 
     @T.macro
     def await_product(pending, tile, registers):
@@ -141,13 +134,12 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
-        """ds to shared memory, for both warpgroups."""
+        """ds, and to shared memory, for both warpgroups."""
         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
             dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
         T.copy(dp, ds)
         wgmma.store_own_rows(ds, ds_tile, buffer)
         T.fence_proxy_async()
-        T.sync_threads(MEET, WORKERS)
 
     @T.macro
     def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
@@ -159,27 +151,37 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def issue_dq(ds_tile, buffer, k_tile, dq_acc, warpgroup):
-        """64 queries of 128 a warpgroup, or 64 columns."""
+        """A warpgroup's half."""
         forget(dq_acc, dq_regs)
         first = wgmma.own_columns(warpgroup, ds_tile)  # as many bytes as of k_tile
         ds = Operand(ds_tile, False, buffer * DS_BYTES + (first if BLOCK_M == 128 else 0))
         keys = Operand(k_tile, False, first if BLOCK_M == 64 else 0)
         wgmma.issue_product(dq_acc, ds, keys, BLOCK_N, clear=True)
 
-    def add_dk(ds_tile, buffer, q_tile, stage, dk_acc, warpgroup):
-        ds = Operand(ds_tile, True, buffer * DS_BYTES + own_rows(warpgroup))
-        return wgmma.issue_product(dk_acc, ds, Operand(q_tile, False, stage * Q_BYTES), BLOCK_M)
-
-    def add_dv(p, dout_tile, stage, dv_acc):
-        return wgmma.issue_product(dv_acc, p, Operand(dout_tile, False, stage * Q_BYTES), BLOCK_M)
+    def add_product(sums, factor, tile, stage):
+        """dv of p and dout, and dk of ds and q."""
+        return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def hand_over(dq_acc, dq_tile, dq_full, dq_free, step):
-        """dq_acc to the step's adder."""
-        T.barrier_wait(dq_free, 1 - step % 2)
-        T.copy(dq_acc, dq_tile)
+    def hand_over(dq_acc, dq_16, dq_tiles, barriers, step, warpgroup, adds, scale):
+        """dq_acc to the step's adder; by the last of those who add, dq."""
+        dq_tile, dq_rounded = dq_tiles
+        dq_full, dq_free = barriers
+        is_first, is_last = adds
+        T.barrier_wait(dq_free[warpgroup], step % 2)
+        if is_last:
+            if not is_first:
+                for i, d in T.Parallel(128, 64):
+                    dq_acc[i, d] += dq_tile[i, d]
+            for i, d in T.Parallel(128, 64):
+                dq_acc[i, d] *= scale
+            T.copy(dq_acc, dq_16)
+            wgmma.store_own_rows(dq_16, dq_rounded, 0)
+        else:
+            T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full[step % ADDERS])
+        T.sync_warp()
+        release(dq_full, step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -188,6 +190,7 @@ def build_attention_bwd_hopper(
         v: tensor("v", Bv, Hv, Skv),
         dout: tensor("dout", B, Hq, Sq),
         stats: stats_tensor(B, Hq, S),
+        dq: tensor("dq", B, Hq, Sq),
         dk: tensor("dk", B, Hkv, Skv),
         dv: tensor("dv", B, Hkv, Skv),
         dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
@@ -207,19 +210,22 @@ def build_attention_bwd_hopper(
         num_n = T.ceildiv(Skv, BLOCK_N)
         num_m = T.ceildiv(Sq, BLOCK_M)
         with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
-            T.import_source(HELPERS + wgmma.HELPERS)
+            T.import_source(HELPERS + wgmma.HELPERS + dq_sums.HELPERS)
             k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             q_tile = T.alloc_shared((Q_STAGES, BLOCK_M, HEAD_DIM), dtype)
             dout_tile = T.alloc_shared((DOUT_STAGES, BLOCK_M, HEAD_DIM), dtype)
             stats_tile = T.alloc_shared((DOUT_STAGES, 2, BLOCK_M), "float32")
             ds_tile = T.alloc_shared((2, BLOCK_N, BLOCK_M), dtype)
-            dq_tile = T.alloc_shared((BLOCK_M, HEAD_DIM), "float32")
+            # Both halves of a tile, of 64 x 64.
+            dq_tile = T.alloc_shared((128, 64), "float32")
+            dq_rounded = T.alloc_shared((1, 128, 64), dtype)
             scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             dp = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             p = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
             ds = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
-            dq_acc = T.alloc_fragment((BLOCK_M, HEAD_DIM), "float32")
+            dq_acc = T.alloc_fragment((128, 64), "float32")
+            dq_16 = T.alloc_fragment((128, 64), dtype)
             dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             k_full = T.alloc_barrier(32)
@@ -228,24 +234,32 @@ def build_attention_bwd_hopper(
             q_free = T.alloc_barrier([8] * Q_STAGES)
             dout_full = T.alloc_barrier([32] * DOUT_STAGES)
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
-            dq_full = T.alloc_barrier([WORKERS] * ADDERS)
-            dq_free = T.alloc_barrier(1)
-            tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile)
-            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dk_acc, dv_acc))
-            T.annotate_layout({dq_tile: T.Layout((BLOCK_M, HEAD_DIM), place_in_tile)})
+            # Of each half; an adder has its own: of shared ones it could take a phase for another.
+            dq_free = T.alloc_barrier([1] * 2)
+            dq_full = T.alloc_barrier([4] * (2 * ADDERS))
+            dq_read = T.alloc_barrier([1] * (2 * ADDERS))
+            tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
+            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
+            T.annotate_layout({dq_tile: T.Layout((128, 64), place_in_tile)})
+
+            dq_tiles, dq_barriers = (dq_tile, dq_rounded), (dq_full, dq_free)
 
             tx = T.get_thread_binding()
-            key_tile = locate(block, num_n, B * Hkv, Sq, HEAD_DIM)
+            late = order.num_late(Hkv, group, Sq, HEAD_DIM) if IS_CAUSAL else 0
+            place = order.locate(block, num_n, B, Hkv, late, Sq, HEAD_DIM, keep)
             # Variables: an expression would be computed anew wherever it is read.
-            tile = T.alloc_var("int32", init=key_tile[0])
-            kv_head = T.alloc_var("int32", init=T.truncmod(key_tile[1], Hkv))
-            batch = T.alloc_var("int32", init=T.truncdiv(key_tile[1], Hkv))
+            tile = T.alloc_var("int32", init=place[0])
+            kv_head = T.alloc_var("int32", init=place[1])
+            batch = T.alloc_var("int32", init=place[2])
+            is_late = T.alloc_var("bool", init=place[3])
             n_start = tile * BLOCK_N
             keys = slice(n_start, n_start + BLOCK_N)
             diagonal = Skv - Sq + 1  # query i reads keys below i + diagonal
             first_m = first_tile(n_start, diagonal)
-            trips = num_m - first_m  # one at least: the last query reads every key
-            steps = group * trips
+            of_next = first_tile(n_start + BLOCK_N, diagonal)
+            next_m = T.alloc_var("int32", init=T.Select(tile + 1 == num_n, num_m, of_next))
+            # Of each head; one tile at least: the last query reads every key.
+            steps = group * (num_m - first_m)
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
@@ -255,8 +269,8 @@ def build_attention_bwd_hopper(
                     fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, k_full)
                     T.barrier_arrive(k_full)
                     for step in T.serial(steps):
-                        head = kv_head * group + T.truncdiv(step, trips)
-                        m_start = (first_m + T.truncmod(step, trips)) * BLOCK_M
+                        at = order.step_at(step, group, first_m, num_m, is_late)
+                        head, m_start = kv_head * group + at[0], at[1] * BLOCK_M
                         queries = slice(m_start, m_start + BLOCK_M)
                         stage = step % Q_STAGES
                         T.barrier_wait(q_free[stage], 1 - step // Q_STAGES % 2)
@@ -270,76 +284,113 @@ def build_attention_bwd_hopper(
                         fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
                         fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
                         T.barrier_arrive(dout_full[other])
-                elif (tx % 32 == 0) & (tx < WORKERS + 32 + 32 * ADDERS):
+                else:
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
-                    for turn in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
-                        step = turn * ADDERS + adder
-                        m = first_m + T.truncmod(step, trips)
-                        row = (batch * Hq + kv_head * group + T.truncdiv(step, trips)) * num_m + m
-                        is_first = (tile + 1 == num_n) | (
-                            m < first_tile(n_start + BLOCK_N, diagonal)
-                        )
-                        if not is_first:
-                            call("wait_turn", T.address_of(turns[row]), num_n - 1 - tile)
-                        # Its own barrier: of a shared one it could take another's phase for its.
-                        T.barrier_wait(dq_full[adder], turn % 2)
-                        if is_first:
-                            send("store_tile", dq_tile, dq_sum, row)
-                        else:
-                            send("tl::tma_store_add", dq_tile, dq_sum, row)
-                        T.tma_store_arrive()
-                        T.tma_store_wait(0)  # dq_tile has been read
-                        T.barrier_arrive(dq_free)
-                        T.tma_store_wait(0, False)  # and dq_sum written
-                        call("end_turn", T.address_of(turns[row]), num_n - tile)
+                    turn = T.alloc_var("int32", init=order.turn_of(tile, num_n, is_late))
+                    for use in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
+                        step = use * ADDERS + adder
+                        last = (step - 1) % ADDERS  # who adds the tile before
+                        phase_before = (step - 1) // ADDERS % 2
+                        at = order.step_at(step, group, first_m, num_m, is_late)
+                        head, m = kv_head * group + at[0], at[1]
+                        row = (batch * Hq + head) * num_m + m
+                        adds = order.adds_first_and_last(tile, m, next_m, is_late)
+                        is_first, is_last = adds
+                        brings_sum = is_last & (not is_first)
+                        if brings_sum:
+                            dq_sums.wait_turn(turns, row, turn)
+                            dq_sums.fence()
+                        before = order.tile_before(at[0], m, is_late)
+                        adds_before = order.adds_first_and_last(tile, before, next_m, is_late)
+                        for half in T.unroll(2):
+                            # The sum comes as soon as dq_tile has been read: in the step before,
+                            # by the warps themselves if that was the last of those who add, too.
+                            if brings_sum:
+                                if step > 0:
+                                    if adds_before[1]:
+                                        T.barrier_wait(dq_full[last * 2 + half], phase_before)
+                                    else:
+                                        T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                if T.shuffle_elect(32):
+                                    at_half = dq_free[half]
+                                    dq_sums.load(dq_sum, row, half, dq_tile, at_half)
+                            if step > 0:
+                                T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                            release(dq_free, half)
+                        if not (is_first | is_last):
+                            dq_sums.wait_turn(turns, row, turn)
+                        for half in T.unroll(2):
+                            T.barrier_wait(dq_full[adder * 2 + half], use % 2)
+                            if is_last:
+                                rounded = dq_rounded[0, half * 64 : half * 64 + 64, 0:64]
+                                to = half_of_dq(dq, batch, head, m, half)
+                                T.tma_copy(rounded, to, leader_scope_threads=32)
+                            elif T.shuffle_elect(32):
+                                if is_first:
+                                    dq_sums.store(dq_tile, dq_sum, row, half)
+                                else:
+                                    dq_sums.add(dq_tile, dq_sum, row, half)
+                                T.tma_store_arrive()
+                            T.tma_store_wait(0)  # this half has been read
+                            release(dq_read, adder * 2 + half)
+                        if not is_last:
+                            T.tma_store_wait(0, False)  # dq_sum has been written
+                            if T.shuffle_elect(32):
+                                dq_sums.end_turn(turns, row, turn + 1)
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
+                m = T.alloc_var("int32", init=T.Select(is_late, num_m - 1, first_m))
+                last_m = T.alloc_var("int32", init=0)  # of the step before
+                head = T.alloc_var("int32", init=0)  # of the group; both are counted, not divided
                 T.fill(dk_acc, 0)
                 T.fill(dv_acc, 0)
-                T.barrier_wait(k_full, 0)
-                T.barrier_wait(q_full[0], 0)
-                issue_scores(k_tile, q_tile, 0, scores, warpgroup)
-                T.barrier_wait(v_full, 0)
-                T.barrier_wait(dout_full[0], 0)
-                issue_scores(v_tile, dout_tile, 0, dp, warpgroup)
-                await_product(1, scores, score_regs)
-                m_start = T.alloc_var("int32", init=first_m * BLOCK_M)  # counted, not divided
-                exponentiate(scores, p, stats_tile, 0, qk_scale, m_start, n_start, diagonal)
-                add_dv(p, dout_tile, 0, dv_acc)
-                await_product(1, dp, score_regs)
-                differentiate(scores, dp, stats_tile, 0, ds, ds_tile, 0)
-                await_product(0, dv_acc, acc_regs)
-                release(dout_free, 0)
-                for step in T.serial(1, steps):
-                    is_last = m_start == (num_m - 1) * BLOCK_M  # of a head's queries
-                    m_start = T.if_then_else(is_last, first_m * BLOCK_M, m_start + BLOCK_M)
+                call("let_go", warpgroup, GO)
+                # ptxas keeps what the warp shares in its registers only behind such a wait, of one
+                # thread.
+                if T.shuffle_elect(32):
+                    T.barrier_wait(k_full, 0)
+                    T.barrier_wait(v_full, 0)
+                T.sync_warp()
+                for step in T.serial(steps):
                     stage = step % Q_STAGES
-                    last = (step - 1) % Q_STAGES
                     other = step % DOUT_STAGES
-                    issue_dq(ds_tile, (step - 1) % 2, k_tile, dq_acc, warpgroup)
+                    call("wait_to_go", GO + warpgroup)
                     T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
                     issue_scores(k_tile, q_tile, stage, scores, warpgroup)
-                    add_dk(ds_tile, (step - 1) % 2, q_tile, last, dk_acc, warpgroup)
-                    await_product(2, dq_acc, dq_regs)
-                    hand_over(dq_acc, dq_tile, dq_full, dq_free, step - 1)
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
                     issue_scores(v_tile, dout_tile, other, dp, warpgroup)
-                    await_product(2, scores, score_regs)
+                    call("let_go", 1 - warpgroup, GO + 1)
+                    await_product(1, scores, score_regs)
+                    m_start = m * BLOCK_M
                     exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
-                    add_dv(p, dout_tile, other, dv_acc)
+                    add_product(dv_acc, p, dout_tile, other)
                     await_product(1, dp, score_regs)
-                    T.warpgroup_fence_operand(dk_acc, num_regs=acc_regs)
-                    release(q_free, last)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    # Nothing crosses the end of a trip. dv could, and gains nothing by it.
-                    await_product(0, dv_acc, acc_regs)
+                    # In the first trip of nothing, to be of no use.
+                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
+                    add_product(dk_acc, ds, q_tile, stage)
+                    await_product(1, dq_acc, dq_regs)
+                    T.warpgroup_fence_operand(dv_acc, num_regs=acc_regs)
                     release(dout_free, other)
+                    call("let_go", warpgroup, GO)
+                    if step > 0:
+                        adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
+                        hand_over(
+                            dq_acc, dq_16, dq_tiles, dq_barriers, step - 1, warpgroup, adds, scale
+                        )
+                    last_m = m
+                    head = T.Select(head + 1 == group, 0, head + 1)
+                    if head == 0:
+                        m = m + T.Select(is_late, -1, 1)
+                    await_product(0, dk_acc, acc_regs)
+                    release(q_free, stage)
+                call("wait_to_go", GO + warpgroup)
+                call("let_go", 1 - warpgroup, GO + 1)
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
-                add_dk(ds_tile, (steps - 1) % 2, q_tile, (steps - 1) % Q_STAGES, dk_acc, warpgroup)
-                await_product(1, dq_acc, dq_regs)
-                hand_over(dq_acc, dq_tile, dq_full, dq_free, steps - 1)
-                await_product(0, dk_acc, acc_regs)
+                await_product(0, dq_acc, dq_regs)
+                adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
+                hand_over(dq_acc, dq_16, dq_tiles, dq_barriers, steps - 1, warpgroup, adds, scale)
                 T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
                     dk_acc[j, d] *= scale
@@ -351,24 +402,3 @@ def build_attention_bwd_hopper(
                 T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
 
     return attention_bwd_hopper
-
-
-def locate(block: Any, num_n: Any, num_heads: Any, Sq: Any, HEAD_DIM: int) -> tuple[Any, Any]:
-    """(tile of keys, key head of all batches) of a block: heads whose tiles of queries fit in L2
-    go together, and of a head the last keys first."""
-    import tilelang.language as T
-
-    width = T.max(T.truncdiv(L2_BYTES // (8 * HEAD_DIM), Sq), 1)
-    width = T.min(width, num_heads)  # or width * num_n might not fit in 32 bits
-    first = T.truncdiv(block, width * num_n) * width
-    together = T.min(width, num_heads - first)
-    rest = T.truncmod(block, width * num_n)
-    return num_n - 1 - T.truncdiv(rest, together), first + T.truncmod(rest, together)
-
-
-def place_in_tile(i: Any, d: Any) -> Any:
-    """Where element [i, d] of a tile of dq lies in it: the registers of one number of all the
-    threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
-    thread = i % 64 // 16 * 32 + i % 8 * 4 + d % 8 // 2
-    pair = d % 64 // 8 * 2 + i % 16 // 8
-    return (i // 64 + d // 64) * 4096 + pair * 256 + thread * 2 + d % 2

@@ -1,16 +1,14 @@
-"""Builders of what runs before and after the backward for Hopper: row by row, at a copy's speed.
+"""Builder of what runs before the backward for Hopper: row by row, at a copy's speed.
 
-Before it `build_attention_bwd_prepare` makes the statistics that the portable kernels take too
-(`build_attention_bwd_stats`), and sets the turns to 0; after it `build_attention_bwd_convert`
-rounds the sums of dq. Memory is all that either waits for: a block has a tile of as many elements
-as those of dq_sum, and asks for all of it at once.
+It makes the statistics that the portable kernels take too (`build_attention_bwd_stats`), and sets
+the turns to 0. Memory is all that it waits for: a block has a tile of as many elements as those of
+dq_sum, and asks for all of it at once.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from minitx.kernels.tilelang_attention_bwd import stats_tensor
-from minitx.kernels.tilelang_attention_bwd_hopper import DQ_TILE, place_in_tile
+from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_products import (
     LOG2E,
     make_row_dot,
@@ -83,53 +81,3 @@ def build_attention_bwd_prepare(
             T.copy(delta, stats[batch, head, 1, rows])
 
     return attention_bwd_prepare
-
-
-def build_attention_bwd_convert(lang: Language, *, dtype: str, HEAD_DIM: int) -> Any:
-    """dq [B, Hq, Sq, D] = scale * dq_sum; 0 in tiles of rows below num_empty alone, to which no
-    block added."""
-    import tilelang.language as T
-
-    BLOCK_M, threads = DQ_TILE // HEAD_DIM, 256
-    VECTOR = 4 if place_in_tile(0, 2) == 2 else 2  # neighbours in a row and in dq_sum
-    tensor = make_tensor(lang, dtype)
-    B, Hq, Sq, tiles = sizes("B", "Hq", "Sq", "tiles")
-
-    @T.prim_func
-    def attention_bwd_convert(
-        dq: tensor("dq", B, Hq, Sq),
-        # Contiguous: where strides come with the arguments, elements are read one by one.
-        dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
-        num_empty: T.int32,
-        scale: T.float32,
-    ):
-        num_m = T.ceildiv(Sq, BLOCK_M)
-        with T.Kernel(B * Hq * num_m, threads=threads) as block:
-            tx = T.get_thread_binding()
-            m, head, batch = place(block, num_m, Hq)
-            tile = T.alloc_shared((BLOCK_M, HEAD_DIM), dtype)
-            if m * BLOCK_M + BLOCK_M <= num_empty:
-                T.fill(tile, 0)
-            else:
-                for step in T.unroll(DQ_TILE // (VECTOR * threads)):
-                    # Neighbouring threads read what are neighbours in memory.
-                    index = (step * threads + tx) * VECTOR
-                    i, d = element_at(index, HEAD_DIM)
-                    for e in T.vectorized(VECTOR):
-                        x = dq_sum[T.cast(block, "int64"), index + e] * scale
-                        tile[i, d + e] = T.cast(x, dtype)
-            T.copy(tile, dq[batch, head, m * BLOCK_M : m * BLOCK_M + BLOCK_M, 0:HEAD_DIM])
-
-    return attention_bwd_convert
-
-
-def element_at(index: Any, HEAD_DIM: int) -> tuple[Any, Any]:
-    """(i, d) of what lies at `index` in a tile of dq_sum: the inverse of `place_in_tile`, which
-    only changes the order of bits."""
-
-    def gather(size: int, place: Callable[[int], int]) -> Any:
-        bits = [1 << bit for bit in range(size.bit_length() - 1)]
-        return sum(index // place(bit) % 2 * bit for bit in bits)
-
-    i = gather(DQ_TILE // HEAD_DIM, lambda bit: place_in_tile(bit, 0))
-    return i, gather(HEAD_DIM, lambda bit: place_in_tile(0, bit))

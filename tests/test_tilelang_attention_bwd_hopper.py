@@ -1,5 +1,5 @@
-"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn,
-products issued a trip ahead, buffers that come round, tiles that no block adds to.
+"""What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, in two
+orders, warpgroups half a trip apart, buffers that come round, tiles that no block adds to.
 
 A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
 buffers: from the fourth tile on a buffer is filled again.
@@ -28,11 +28,9 @@ if not _support.ok:
     pytest.skip(_support.reason, allow_module_level=True)
 
 from minitx.kernels import tilelang_attention, tilelang_runtime  # noqa: E402
-from minitx.kernels.tilelang_attention_bwd_hopper import (  # noqa: E402
-    build_attention_bwd_hopper,
-    locate,
-    place_in_tile,
-)
+from minitx.kernels import tilelang_attention_bwd_order as order  # noqa: E402
+from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper  # noqa: E402
+from minitx.kernels.tilelang_attention_dq_sum import place_in_tile  # noqa: E402
 from minitx.kernels.tilelang_attention_tiles import takes_hopper_kernels  # noqa: E402
 
 GRADS = ("dq", "dk", "dv")
@@ -70,17 +68,69 @@ def assert_same_bits(actual, expected) -> None:
         assert torch.equal(got, want), f"{name} differs"
 
 
+def number(x) -> int:
+    """Of an expression of numbers."""
+    from tilelang import tvm
+
+    return int(x if isinstance(x, int) else tvm.arith.Analyzer().simplify(x))
+
+
 # On any machine
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(("num_n", "heads", "Sq"), [(1, 1, 1), (5, 3, 100), (7, 11, 20000)])
-def test_every_block_waits_for_one_that_started_before(num_n, heads, Sq, D):
-    places = [tuple(map(int, locate(block, num_n, heads, Sq, D))) for block in range(num_n * heads)]
-    assert set(places) == set(itertools.product(range(num_n), range(heads)))
-    started = {place: block for block, place in enumerate(places)}
-    for tile, head in places:
-        assert tile + 1 == num_n or started[tile + 1, head] < started[tile, head]
+@pytest.mark.parametrize(
+    ("num_n", "B", "Hkv", "group", "Sq"),
+    [
+        (1, 1, 1, 1, 1),
+        (5, 3, 1, 1, 100),
+        (3, 2, 12, 1, 300),  # two heads late
+        (4, 2, 17, 1, 2000),  # three, and heads of the second batch element go with the first's
+        (7, 2, 3, 1, 100000),  # heads too long for L2, one at a time
+        (3, 3, 4, 2, 300),  # grouped
+    ],
+)
+def test_every_block_waits_for_one_that_started_before(num_n, B, Hkv, group, Sq, D):
+    late = number(order.num_late(Hkv, group, Sq, D))
+    places = [
+        tuple(map(number, order.locate(block, num_n, B, Hkv, late, Sq, D)))
+        for block in range(num_n * B * Hkv)
+    ]
+    started = {place[:3]: block for block, place in enumerate(places)}
+    assert set(started) == set(itertools.product(range(num_n), range(Hkv), range(B)))
+    for tile, head, element, number_late in places:
+        is_late = bool(number_late)
+        assert is_late == (head >= Hkv - late)
+        turn = number(order.turn_of(tile, num_n, is_late))
+        if turn > 0:
+            before = tile - 1 if is_late else tile + 1
+            assert started[before, head, element] < started[tile, head, element]
+            assert number(order.turn_of(before, num_n, is_late)) == turn - 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_block_goes_past_each_tile_of_each_head_once(is_late):
+    first_m, num_m, group = 2, 7, 3
+    steps = range(group * (num_m - first_m))
+    places = [tuple(map(number, order.step_at(i, group, first_m, num_m, is_late))) for i in steps]
+    tiles = range(first_m, num_m)
+    expected = [(head, m) for m in (reversed(tiles) if is_late else tiles) for head in range(group)]
+    assert places == expected
+    for (_, before), (head, m) in itertools.pairwise(places):
+        assert number(order.tile_before(head, m, is_late)) == before
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_block_adds_first_to_a_tile_and_one_last(is_late):
+    first_ms = [0, 1, 3, 4]  # the first tile of queries that reads each tile of keys
+    num_n, num_m = len(first_ms), 6
+    for m in range(num_m):
+        blocks = [n for n in range(num_n) if first_ms[n] <= m]
+        blocks.sort(key=lambda n: number(order.turn_of(n, num_n, is_late)))
+        for place, n in enumerate(blocks):
+            next_m = first_ms[n + 1] if n + 1 < num_n else num_m
+            adds = map(number, order.adds_first_and_last(n, m, next_m, is_late))
+            assert tuple(map(bool, adds)) == (place == 0, place == len(blocks) - 1)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -100,18 +150,22 @@ def test_it_is_what_it_is_meant_to_be():
         HEAD_DIM=128,
         IS_CAUSAL=True,
     ).source
-    # Five products: s, dp and dv before the loop and in it, dq and dk in it and after it.
-    assert source.count("tl::wgmma_ss<") == 8
+    # Five products, and dq of the last step after the loop.
+    assert source.count("tl::wgmma_ss<") == 4
     assert source.count("tl::wgmma_rs<") == 2
     # By numbers that a warp shares.
     assert not [line for line in source.splitlines() if "wgmma_" in line and "threadIdx" in line]
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
-    adder = source[source.index("row < ") :]
-    order = "wait_turn( dq_full[adder] tma_store_wait dq_free tma_store_wait end_turn("
-    position = 0
-    for word in order.split():
-        position = adder.index(word, position) + 1
+    # An adder: the sum is brought to who is last, others wait until they have their warps' part.
+    turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
+    order_of_calls = [turn, "fence_proxies(", "dq_full[", "dq_read[", "load_tile(", "dq_read["]
+    order_of_calls += ["dq_free[", turn, "dq_full["]
+    order_of_calls += ["tma_store(dq_desc", "store_tile(", "tma_store_add(", read]
+    order_of_calls += ["dq_read[", written, "end_turn("]
+    position = source.index("row < ")
+    for word in order_of_calls:
+        position = source.index(word, position) + 1
 
 
 # On a Hopper GPU
@@ -143,12 +197,31 @@ def test_it_is_what_it_is_meant_to_be():
 def test_gradients(launched, D, Hq, Hkv, Sq, Skv, layout, dtype, is_causal):
     q, k, v = make_qkv(2, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=dtype, layout=layout)
     result = check_attention("tilelang", q, k, v, is_causal=is_causal, with_dlse=True)
-    assert launched == ["bwd_hopper", "bwd_prepare", "bwd_convert"]
+    assert launched == ["bwd_hopper", "bwd_prepare"]
     if is_causal and Sq > Skv:
         assert not result.dq[:, :, : Sq - Skv].any()
     if layout in ("bhsd", "bshd"):
         for grad, t in zip((result.dq, result.dk, result.dv), (q, k, v), strict=True):
             assert grad.stride() == t.stride()
+
+
+@on_hopper
+@pytest.mark.contract("gradients", kernel="tilelang")
+@pytest.mark.parametrize("D", [64, 128])
+def test_each_tile_of_keys_is_in_dq_once(D):
+    # All weights are 1/384, and the keys of each tile have a column of their own, in which they are
+    # 1. Values of 1, 2 and 6 are -2, -1 and 3 from their mean.
+    q = torch.zeros(2, 8, 500, D, device="cuda", dtype=BF16)
+    tile = torch.arange(384, device="cuda") // 128
+    k, v = (torch.zeros(2, 2, 384, D, device="cuda", dtype=BF16) for _ in range(2))
+    k[:, :, torch.arange(384, device="cuda"), tile] = 1
+    v[..., 0] = torch.tensor([1.0, 2.0, 6.0], device="cuda", dtype=BF16)[tile]
+    dout = torch.zeros_like(q)
+    dout[..., 0] = 1
+    result = run_attention("tilelang", q, k, v, dout, is_causal=False, scale=0.5)
+    expected = torch.zeros_like(q)
+    expected[..., :3] = torch.tensor([-2.0, -1.0, 3.0], device="cuda", dtype=BF16) * (0.5 / 3)
+    torch.testing.assert_close(result.dq, expected, rtol=2**-6, atol=2**-9)
 
 
 @on_hopper

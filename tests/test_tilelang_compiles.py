@@ -148,7 +148,7 @@ def test_a_first_forward_on_hopper_prepares_other_lengths_and_the_backward(monke
 
     forwards = ["fwd_hopper"] * 2
     assert names(False, False, False) == forwards
-    assert names(True, True, True) == ["bwd_hopper", "bwd_prepare", "bwd_convert", *forwards]
+    assert names(True, True, True) == ["bwd_hopper", "bwd_prepare", *forwards]
     assert names(False, False, True) == ["bwd_stats", "bwd_dkdv", *forwards]
     for has_many_keys in (False, True):
         request = tilelang_attention._fwd_request(*where, has_many_keys)

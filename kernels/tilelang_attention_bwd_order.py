@@ -1,0 +1,114 @@
+"""In which order the backward for Hopper takes keys and queries: for kernels in TileLang.
+
+A block owns a tile of keys of one key head. By the causal rule queries from some tile on read them,
+of the first keys all do: blocks differ in length, and those that add to one tile of dq do so in
+turn (`tilelang_attention_dq_sum.py`). A head is taken in one of two orders:
+
+    early   last keys first, queries from the first to the last
+    late    first keys first, queries from the last to the first
+
+Early, no turn is waited for: a block comes to each tile of queries some steps after the one before
+it. But the longest blocks start last, and at the end most multiprocessors have nothing to do. Late,
+a block runs a step behind the one before it, which costs as many steps as blocks of a head run at
+once, but the shortest start last. So of each batch element's key heads all are early but for a few,
+which follow once those of the whole batch have started, and fill the gaps.
+
+All heads are late where early blocks would share too little in L2: those that run at once are at
+queries all over the head, late ones at the same. That is so of heads with many queries, and of
+grouped ones: a block goes past the queries of every query head that reads its keys.
+
+What a head's order is does not depend on the batch: a batch element's bits do not, either.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
+
+
+def num_late(Hkv: Any, group: Any, Sq: Any, HEAD_DIM: int) -> Any:
+    """How many of a batch element's key heads are late: the last of them."""
+    import tilelang.language as T
+
+    few = T.max(T.truncdiv(Hkv + 7, 8), T.min(T.truncdiv(Hkv, 2), 2))
+    return T.Select((group > 1) | (Sq > _queries_in_l2(HEAD_DIM)), Hkv, few)
+
+
+def locate(
+    block: Any,
+    num_n: Any,
+    B: Any,
+    Hkv: Any,
+    late: Any,
+    Sq: Any,
+    HEAD_DIM: int,
+    keep: Callable[[Any], Any] = lambda value: value,
+) -> tuple[Any, Any, Any, Any]:
+    """(tile of keys, key head, batch element, whether it is late) of a block. Heads whose tiles of
+    queries fit in L2 go together; of a head the blocks are in the order of its turns.
+
+    keep: makes a variable of a number. What is read several times would be computed as often, and
+    dozens of divisions take a block longer than a trip of its loop.
+    """
+    import tilelang.language as T
+
+    late = keep(late)
+    num_early = keep((Hkv - late) * B)  # heads of all batch elements
+    is_late = block >= num_early * num_n
+    rest = keep(block - T.Select(is_late, num_early * num_n, 0))
+    num_heads = keep(T.Select(is_late, late * B, num_early))
+    of_element = keep(T.max(T.Select(is_late, late, Hkv - late), 1))
+
+    width = T.max(T.truncdiv(_queries_in_l2(HEAD_DIM), Sq), 1)
+    width = keep(T.max(T.min(width, num_heads), 1))  # or width * num_n might not fit in 32 bits
+    turn = keep(T.truncdiv(rest, width * num_n))
+    rest = keep(rest - turn * width * num_n)
+    together = keep(T.max(T.min(width, num_heads - turn * width), 1))
+    place = keep(T.truncdiv(rest, together))
+    head = keep(turn * width + rest - place * together)
+    element = keep(T.truncdiv(head, of_element))
+    return (
+        T.Select(is_late, place, num_n - 1 - place),
+        head - element * of_element + T.Select(is_late, Hkv - late, 0),
+        element,
+        is_late,
+    )
+
+
+def step_at(step: Any, group: Any, first_m: Any, num_m: Any, is_late: Any) -> tuple[Any, Any]:
+    """(query head of the group, tile of queries) of a block's step: all heads take one tile after
+    the other, so that a block with fewer tiles is at the same heads as those before it."""
+    import tilelang.language as T
+
+    m = T.truncdiv(step, group)
+    return T.truncmod(step, group), T.Select(is_late, num_m - 1 - m, first_m + m)
+
+
+def tile_before(head: Any, m: Any, is_late: Any) -> Any:
+    """The tile of queries of the step before that of a query head of the group and tile m."""
+    import tilelang.language as T
+
+    return T.Select(head > 0, m, m + T.Select(is_late, 1, -1))
+
+
+def turn_of(tile: Any, num_n: Any, is_late: Any) -> Any:
+    """How many blocks of a head are before that of a tile of keys."""
+    import tilelang.language as T
+
+    return T.Select(is_late, tile, num_n - 1 - tile)
+
+
+def adds_first_and_last(tile: Any, m: Any, next_m: Any, is_late: Any) -> tuple[Any, Any]:
+    """Whether of the blocks that add to tile m of dq that of a tile of keys is the first, and
+    whether it is the last. next_m: the first tile of queries that reads the next keys."""
+    import tilelang.language as T
+
+    has_first_keys, has_last_keys = tile == 0, m < next_m
+    return (
+        T.Select(is_late, has_first_keys, has_last_keys),
+        T.Select(is_late, has_last_keys, has_first_keys),
+    )
+
+
+def _queries_in_l2(HEAD_DIM: int) -> int:
+    return L2_BYTES // (8 * HEAD_DIM)
