@@ -217,7 +217,7 @@ def build_attention_bwd_hopper(
             dout_tile = T.alloc_shared((DOUT_STAGES, BLOCK_M, HEAD_DIM), dtype)
             stats_tile = T.alloc_shared((DOUT_STAGES, 2, BLOCK_M), "float32")
             ds_tile = T.alloc_shared((2, BLOCK_N, BLOCK_M), dtype)
-            # Both halves of a tile, of 64 x 64.
+            # Both halves of a tile, of 64 x 64; of one stage, as store_own_rows wants them.
             dq_tile = T.alloc_shared((128, 64), "float32")
             dq_rounded = T.alloc_shared((1, 128, 64), dtype)
             scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
@@ -367,7 +367,8 @@ def build_attention_bwd_hopper(
                     add_product(dv_acc, p, dout_tile, other)
                     await_product(1, dp, score_regs)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    # In the first trip of nothing, to be of no use.
+                    # In the first trip of nothing, for nobody: where a product is issued under a
+                    # condition, ptxas awaits every product at once (C7515).
                     issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
                     add_product(dk_acc, ds, q_tile, stage)
                     await_product(1, dq_acc, dq_regs)
