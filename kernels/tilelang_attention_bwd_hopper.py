@@ -180,8 +180,7 @@ def build_attention_bwd_hopper(
         else:
             T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.sync_warp()
-        release(dq_full, step % ADDERS * 2 + warpgroup)
+        T.barrier_arrive(dq_full[step % ADDERS * 2 + warpgroup])
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -236,7 +235,7 @@ def build_attention_bwd_hopper(
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
             # Of each half; an adder has its own: of shared ones it could take a phase for another.
             dq_free = T.alloc_barrier([1] * 2)
-            dq_full = T.alloc_barrier([4] * (2 * ADDERS))
+            dq_full = T.alloc_barrier([WORKERS // 2] * (2 * ADDERS))
             dq_read = T.alloc_barrier([1] * (2 * ADDERS))
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
             wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
