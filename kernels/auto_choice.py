@@ -38,10 +38,14 @@ TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
         "benchmarks/h200/attention.csv",
         {
             64: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
-            128: (
-                Choice(0, "sdpa", "sdpa", "tilelang", "tilelang"),
-                Choice(724, "tilelang", "tilelang", "tilelang", "tilelang"),
-            ),
+            128: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
+        },
+    ),
+    ((9, 0), True): MeasuredTable(
+        "benchmarks/h200/attention-grouped.csv",
+        {
+            64: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
+            128: (Choice(0, "tilelang", "tilelang", "tilelang", "tilelang"),),
         },
     ),
 }

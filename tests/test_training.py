@@ -191,7 +191,8 @@ def test_float16_reports_and_clips_the_unscaled_norm(config, device):
                 torch.stack(
                     [p.grad.norm() for g in optimizer.param_groups for p in g["params"]]
                 ).norm()
-                / getattr(optimizer, "grad_scale", 1.0)  # what a fused one divides by
+                # What a fused one divides by; None after GradScaler.unscale_.
+                / (getattr(optimizer, "grad_scale", None) or 1.0)
             )
         )
         norms.append(trainer.update(loss).grad_norm)
