@@ -3,6 +3,7 @@
 import csv
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -326,7 +327,9 @@ def test_the_shapes_of_a_gpu(quick):
 
 def test_the_hosts_time_alone(tmp_path, capsys):
     flags = ["--passes", "host", "--kernels", "sdpa,eager", "--head_dims", "16,32"]
+    started = time.perf_counter()
     assert run(tmp_path, *flags, "--budget_ms", "1") == 0
+    whole_ms = (time.perf_counter() - started) * 1e3
     rows = read(tmp_path / "attention.csv")
     assert [(r["head_dim"], r["kernel"], r["pass"]) for r in rows] == [
         (head_dim, kernel, name)
@@ -337,7 +340,7 @@ def test_the_hosts_time_alone(tmp_path, capsys):
     for r in rows:
         timed = r["pass"] != "graph forward"  # which needs a GPU
         assert (r["status"] == "ok") == timed
-        assert not timed or 0 < float(r["median_ms"]) < 100
+        assert not timed or 0 < float(r["median_ms"]) < whole_ms / attention_measure.HOST_CALLS
     printed = capsys.readouterr().out
     assert "Tiny tensors, D 16, so that the host's work is all that counts" in printed
     assert "Tiny tensors, D 32" in printed
