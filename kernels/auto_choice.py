@@ -3,7 +3,8 @@
 The table holds, for a GPU of a compute capability and 16-bit inputs, which kernel was fastest by
 head dim and number of keys; there is one for grouped heads and one for others. Each is drawn from
 a CSV of `python -m minitx.bench attention`, which times the kernels side by side, by `python -m
-minitx.bench auto CSV`; a test holds the two together.
+minitx.bench auto CSV`; a test holds the two together. No table is asked where several queries,
+fewer than the keys, are causal: that was not measured, and `sdpa` would make a mask there.
 """
 
 import functools

@@ -5,18 +5,18 @@ once: five products where the kernels there make seven. A block owns 128 keys of
 streams past them the queries of every query head that reads it, in tiles of 8192 elements:
 
     s^T = k q^T,  dp^T = v dout^T        [keys, queries], both operands in shared memory
-    dv += p^T dout                       p^T in registers
-    dk += ds^T q,  dq(tile) = ds k       ds^T in shared memory
+    dv += p^T dout,  dk += ds^T q        p^T and ds^T in registers
+    dq(tile) = ds k                      ds^T in shared memory, of both warpgroups
 
 Who does what. Two warpgroups compute, 64 keys each; of a third, one warp fetches tiles and three
 add tiles of dq to memory, every third one each: in turn, that takes longer than a step does. The
 warpgroups that compute are half a trip of the loop apart, so that one issues products while the
 other exponentiates. In a trip, each will
 
-    issue s and dp, and let the other one do so; wait for s; exponentiate it, beside dp
+    issue s and dp, and the first one lets the second go; wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds and share it, beside dv
     issue dq of the last tile, of which by now both have shared ds, and dk; wait for dq
-    let the other one go on; hand dq over, beside dk; wait for dk
+    and the second one lets the first go; hand dq over, beside dk; wait for dk
 
 Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
 take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
@@ -302,8 +302,8 @@ def build_attention_bwd_hopper(
                         before = order.tile_before(at[0], m, is_late)
                         adds_before = order.adds_first_and_last(tile, before, next_m, is_late)
                         for half in T.unroll(2):
-                            # The sum comes as soon as dq_tile has been read: in the step before,
-                            # by the warps themselves if that was the last of those who add, too.
+                            # The sum comes as soon as dq_tile has been read: by the adder of the
+                            # step before, or by the warps, if this block added last there, too.
                             if brings_sum:
                                 if step > 0:
                                     if adds_before[1]:

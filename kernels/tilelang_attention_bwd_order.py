@@ -23,11 +23,15 @@ What a head's order is does not depend on the batch: a batch element's bits do n
 from collections.abc import Callable
 from typing import Any
 
-L2_BYTES = 2**25  # of queries, their gradients and dq_sum for blocks that work at once to share
+L2_BYTES = 2**25  # of q, dout and dq_sum for blocks that work at once to share
 
 
 def num_late(Hkv: Any, group: Any, Sq: Any, HEAD_DIM: int) -> Any:
-    """How many of a batch element's key heads are late: the last of them."""
+    """How many of a batch element's key heads are late: the last of them.
+
+    All of grouped and of long ones; of others an eighth, as simulated and measured
+    (benchmarks/NOTES.md), but two of four heads to sixteen, and one of fewer.
+    """
     import tilelang.language as T
 
     few = T.max(T.truncdiv(Hkv + 7, 8), T.min(T.truncdiv(Hkv, 2), 2))
@@ -111,4 +115,5 @@ def adds_first_and_last(tile: Any, m: Any, next_m: Any, is_late: Any) -> tuple[A
 
 
 def _queries_in_l2(HEAD_DIM: int) -> int:
+    # Of a query q and dout have 16 bits an element, dq_sum 32.
     return L2_BYTES // (8 * HEAD_DIM)

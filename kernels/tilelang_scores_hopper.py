@@ -21,9 +21,6 @@ exceeded.
 
 from typing import Any, NamedTuple
 
-# The annotations of a prim_func are values, not types:
-# pyright: reportInvalidTypeForm=false
-
 # A maximum lags by so much at most, in powers of two: probabilities stay in float16's range.
 GROWTH = 8
 # Scaled scores below this are rounded to 2^-8 and less; above it no maximum lags.

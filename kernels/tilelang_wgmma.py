@@ -105,7 +105,7 @@ def issue_product(sums: Any, a: Any, b: Operand, depth: int, clear: bool = False
 
     in_registers = not isinstance(a, Operand)
     dtype = ABBREVIATIONS[str(b.tile.dtype)]
-    columns = _columns(sums)
+    columns = int(sums.shape[1])
     shape = f"m64n{columns}k{STEP}"
 
     def describe(descriptor, operand):
@@ -151,26 +151,18 @@ def store_own_rows(fragment: Any, tile: Any, stage: Any) -> Any:
 
 
 def lay_out(tiles: tuple, fragments: tuple) -> None:
-    """Says how tiles lie in shared memory, and fragments in the registers of warpgroups: 64 rows
-    each of [64 * warpgroups, n], or, of 64 rows, half of the columns each."""
+    """Says how tiles lie in shared memory, and fragments [64 * warpgroups, n] in the registers of
+    warpgroups, 64 rows each."""
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
+    def owner(i: Any, j: Any) -> tuple[Any, Any]:
+        warpgroup, i = i // 64, i % 64
+        thread = warpgroup * 128 + i // 16 * 32 + i % 8 * 4 + j % 8 // 2
+        return thread, j // 8 * 4 + i % 16 // 8 * 2 + j % 2
+
     def in_registers(fragment: Any) -> Any:
-        columns = _columns(fragment)
-
-        def owner(i: Any, j: Any) -> tuple[Any, Any]:
-            warpgroup, i, j = i // 64 + j // columns, i % 64, j % columns
-            thread = warpgroup * 128 + i // 16 * 32 + i % 8 * 4 + j % 8 // 2
-            return thread, j // 8 * 4 + i % 16 // 8 * 2 + j % 2
-
         return T.Fragment([int(extent) for extent in fragment.shape], forward_fn=owner)
 
     T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in tiles})
     T.annotate_layout({fragment: in_registers(fragment) for fragment in fragments})
-
-
-def _columns(fragment: Any) -> int:
-    """Of a warpgroup's share."""
-    rows, columns = (int(extent) for extent in fragment.shape)
-    return columns if rows > 64 else columns // 2

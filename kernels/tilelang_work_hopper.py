@@ -10,9 +10,6 @@ waits for the phase before the first, which counts as over.
 
 from typing import Any, NamedTuple
 
-# The annotations of a prim_func are values, not types:
-# pyright: reportInvalidTypeForm=false
-
 # Of keys and values that blocks at work at once should share. With many heads of FEW_KEYS and less
 # all blocks read new keys at the same time, and then none does: fewer heads are better there, if
 # they are wide (measured: benchmarks/NOTES.md).

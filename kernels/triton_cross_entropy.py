@@ -18,7 +18,8 @@ from minitx.kernels.triton_rows import exp_below, in_float32
 # Kernels are not Python to a type checker:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-# By bytes of a logit. Measured on an H200: see benchmarks/NOTES.md.
+# By bytes of a logit. Measured on an H200 for 2 (benchmarks/NOTES.md); for 4 as the wide softmax's
+# backward has them.
 PIECES = {
     2: Chunks(BLOCK_N=2048, num_warps=1, programs_per_sm=28),
     4: Chunks(BLOCK_N=8192, num_warps=8, programs_per_sm=3),

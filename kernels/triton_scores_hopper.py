@@ -28,8 +28,10 @@ from triton.experimental.gluon import language as gl
 from minitx.kernels.triton_hopper_tiles import ROWS, product_layout
 
 # Of a row's threads the largest score, and where it exceeds the limit, a new maximum and limit, and
-# what sums are multiplied by. (0f47800000 is 2^16: scaled scores above it are rounded by 2^-8 and
-# more, so no maximum lags there; 0f7F7FFFFF the largest float32, which an infinite score exceeds.)
+# what sums are multiplied by. (0f41000000 is GROWTH, 8: 2^8 is well within float16. 0f47800000 is
+# 2^16: scaled scores above it are rounded by 2^-8 and more, so no maximum lags there. 0f4C800000 is
+# 2^26, for which see `exponentials`; 0f7F7FFFFF the largest float32, which an infinite score
+# exceeds.)
 TAKE_MAXIMUM = """
     shfl.sync.bfly.b32 x, {own}, 1, 0x1f, 0xffffffff;
     max.f32 top, x, {own};
@@ -150,7 +152,7 @@ def exponentials(scores, known, qk_scale, huge_scale):
     """p of some columns of the scores."""
     maximum, _limit = known
     # As in triton_attention.py: a product by a power of two rounds nothing where logits are huge
-    # (from 2^26, 0f4C800000 above).
+    # (from 2^26).
     factor = gl.where(gl.abs(maximum * qk_scale) >= 2.0**26, huge_scale, qk_scale)
     # With nothing seen yet, -inf - -inf would be NaN.
     shift = gl.where(maximum == float("-inf"), 0.0, maximum * factor)

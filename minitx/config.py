@@ -14,8 +14,6 @@ from minitx.data import DataConfig
 from minitx.model import GPTConfig
 from minitx.recompute import Recompute
 
-Dtype = Literal["float32", "float16", "bfloat16"]
-
 
 @dataclass
 class BatchConfig:

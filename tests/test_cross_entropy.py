@@ -86,7 +86,7 @@ def test_both_row_passes_round_to_the_nearest_bfloat16(device):
         pytest.param(5, 3, 1, id="a chunk a token"),
         pytest.param(16, 7, 8, id="whole chunks: no empty one behind them"),
         pytest.param(17, 7, 8, id="a last chunk of one token"),
-        pytest.param(9, 4100, 1000, id="a chunk beyond N, a row beyond one step of the kernel"),
+        pytest.param(9, 8200, 1000, id="a chunk beyond N, a row in two pieces"),
     ],
 )
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -96,6 +96,26 @@ def test_any_shape_and_chunk(kernel, N, V, chunk_tokens, device):
     eager = run("eager", hidden, weight, targets)
     got = run(kernel, hidden, weight, targets, chunk_tokens=chunk_tokens)
     assert_within_budget(got, eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("at_once", [None, 70, 0], ids=["one launch", "few groups", "two launches"])
+def test_rows_in_more_pieces_than_are_merged_together(monkeypatch, device, at_once):
+    from minitx.kernels import triton_cross_entropy, triton_groups
+
+    if at_once != 0 and device == "cpu":
+        pytest.skip("programs that wait for one another need a GPU")
+    # 34 pieces a row, of 16 words, and 32 merged at a time; 70 programs are two groups.
+    pieces = triton_groups.Chunks(BLOCK_N=16, num_warps=1, programs_per_sm=16)
+    monkeypatch.setattr(triton_cross_entropy, "PIECES", dict.fromkeys((2, 4), pieces))
+    monkeypatch.setattr(triton_groups, "MERGED_AT_ONCE", 32)
+    if at_once is not None:
+        monkeypatch.setattr(triton_groups, "programs_at_once", lambda *_: at_once)
+    hidden, weight, targets = make(5, 4, 16 * 33 + 5, device=device, ignored=(3,))
+    weight[-1] = 4 * hidden[0]  # the larger part of a row is in what is merged last
+    targets[1] = len(weight) - 1
+    truth = oracle(hidden, weight, targets, "sum", torch.ones((), device=device))
+    eager = run("eager", hidden, weight, targets)
+    assert_within_budget(run("triton", hidden, weight, targets), eager, truth, torch.float32)
 
 
 def test_the_reference_is_the_oracle():

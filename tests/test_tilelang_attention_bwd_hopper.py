@@ -2,7 +2,7 @@
 orders, warpgroups half a trip apart, buffers that come round, tiles that no block adds to.
 
 A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
-buffers: from the fourth tile on a buffer is filled again.
+buffers, of dout in two: from the fourth tile, or the third, on a buffer is filled again.
 """
 
 import itertools
@@ -190,7 +190,7 @@ def test_it_is_what_it_is_meant_to_be():
         (128, 2, 1, 333, 77, "offset"),
         (64, 4, 1, 1, 1000, "bhsd"),  # one query, which each block adds to
         (128, 2, 2, 1, 1, "bhsd"),
-        (128, 2, 2, 64, 128, "bhsd"),  # one tile: no trip of the loop, nothing for the second adder
+        (128, 2, 2, 64, 128, "bhsd"),  # one tile: one trip of the loop, an adder for it
         (64, 2, 2, 390, 260, "step2"),
     ],
 )

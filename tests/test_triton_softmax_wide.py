@@ -59,7 +59,8 @@ def test_split_strided_rows(split_anyhow, device):
     check("triton", normal(3, 4, 50).to(device)[::2, :, ::3])
 
 
-def test_more_chunks_than_are_merged_together(split_anyhow, device):
+def test_more_chunks_than_are_merged_together(split_anyhow, device, monkeypatch):
+    monkeypatch.setattr(triton_groups, "MERGED_AT_ONCE", 32)
     x = normal(2, 16 * 70).to(device)  # 70 chunks, 32 partial results at a time
     x[1, -1] = 30.0  # the larger part is in what is merged last
     check("triton", x)
