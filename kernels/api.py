@@ -156,7 +156,7 @@ def _resolve(
         others = [n for n in ATTENTION_KERNELS[1:] if _attention_problem(n, q, return_lse) is None]
         raise KernelUnavailableError(
             f"kernel '{kernel}' cannot run this attention: {reason}. "
-            f"Kernels that can: {', '.join(others)}"
+            f"Kernels that can: {', '.join(others or ['reference'])}"
         )
     return kernel
 
@@ -189,7 +189,7 @@ def softmax(
         others = [name for name in SOFTMAX_KERNELS[1:] if _softmax_problem(name, x) is None]
         raise KernelUnavailableError(
             f"kernel '{kernel}' cannot run this softmax: {reason}. "
-            f"Kernels that can: {', '.join(others)}"
+            f"Kernels that can: {', '.join(others or ['reference'])}"
         )
     if dim == x.dim() - 1:  # the usual case, without two views for autograd to remember
         return _run_softmax(kernel, x, is_causal)

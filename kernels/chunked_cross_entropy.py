@@ -15,7 +15,8 @@ token, and the backward makes the logits again (four products).
 Logits and their gradients are in the compute dtype (the autocast dtype, or hidden's own); all
 statistics are in float32, and so is dweight, over chunks and to the end. (float64 stays float64.)
 
-The two passes over a chunk's rows run in Triton (`triton`) or as a few PyTorch calls (`chunked`).
+A chunk's rows are reduced and overwritten in one Triton kernel (`triton`) or by a few PyTorch calls
+(`chunked`).
 """
 
 import torch

@@ -43,6 +43,10 @@ class Chunks(NamedTuple):
         return 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8
 
 
+# Programs that an SM holds however small they are, by compute capability (CUDA's cuda_occupancy.h);
+# the least of those that there are where it is not listed.
+MOST_PROGRAMS = {(8, 0): 32, (8, 9): 24, (9, 0): 32, (10, 0): 32, (10, 3): 32}
+LEAST_OF_MOST = 16
 MERGED_AT_ONCE = 128  # partial results at least: a wide row has hundreds
 
 
@@ -88,7 +92,8 @@ def programs_at_once(device: torch.device, chunks: Chunks) -> int:
         return 0
     properties = torch.cuda.get_device_properties(device)
     room = properties.max_threads_per_multi_processor // (32 * chunks.num_warps)
-    return properties.multi_processor_count * min(chunks.programs_per_sm, room)
+    most = MOST_PROGRAMS.get((properties.major, properties.minor), LEAST_OF_MOST)
+    return properties.multi_processor_count * min(chunks.programs_per_sm, room, most)
 
 
 def launch_groups(

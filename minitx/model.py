@@ -179,7 +179,7 @@ class Attention(nn.Module):
         """Attention of norm(x) [B, S, E]."""
         fused = norm_linear(norm, self.qkv, kept_of_norm(norm, x), self.recompute)
         fused = rearrange(fused, "b s (h d) -> b s h d", d=self.head_dim)
-        if self.recompute == "selective":
+        if self.recompute == "selective" and cache is None:  # which is not to be written twice
             out = checkpointed(self._attend, fused, rope, cache)
             return checkpointed(self._project, out)
         return self._project(self._attend(fused, rope, cache))
@@ -350,7 +350,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         draws_random = self.training and self.config.dropout > 0
         for block in self.blocks:
-            if self.recompute == "full":
+            if self.recompute == "full" and cache is None:
                 x = checkpointed(block, x, self.rope, cache, draws_random=draws_random)
             else:
                 x = block(x, self.rope, cache)

@@ -1,11 +1,11 @@
 """Activation checkpointing: what a block keeps for its backward, and what it computes once more.
 
     none        keeps whatever autograd asks for
-    selective   keeps the inputs of the norms, and the results of qkv, of attention and of the MLP's
-                first product; norms, RoPE and activation functions are made again from those. One
-                product is, too: the MLP's first in one of BLOCKS_AN_UP blocks, whose result is the
-                largest of all. Under torch.compile norms keep their own result, which is half as
-                large as their input (norm.py)
+    selective   keeps the inputs of the norms, the results of qkv, of attention and of the MLP's
+                first product, and dropout's masks; norms, RoPE and activation functions are made
+                again from those. One product is, too: the MLP's first in one of BLOCKS_AN_UP
+                blocks, whose result is the largest of all. Under torch.compile norms keep their own
+                result, which in 16 bits is half as large as their input (norm.py)
     full        keeps the block's input and attention's results; the other products are made again,
                 too, but attention, whose cost grows with the square of the context, never is
 

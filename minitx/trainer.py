@@ -224,12 +224,13 @@ class Trainer:
 
     def _clip(self) -> torch.Tensor:
         """The norm of the gradient, which is clipped by it: by the optimizer itself where that
-        is fused, as it passes over all gradients anyway."""
+        is fused, as it passes over all gradients anyway. It takes a divisor in float32 alone, of
+        which gradients in float64 would lose their precision."""
         # The norm is of the unscaled gradient; with clipping off it is still worth its line.
         max_norm = self.config.optim.grad_clip or math.inf
-        if not self.looks_later:
-            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not self.looks_later or any(g.dtype != torch.float32 for g in gradients):
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = torch.nn.utils.get_total_norm(gradients)
         divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm < math.inf else None
         self.optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]

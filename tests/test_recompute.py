@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from minitx.kernels.attention_ops import define_attention, empty_grads, empty_outputs
 from minitx.kernels.reference import attention_reference
-from minitx.model import GPT, GPTConfig
+from minitx.model import GPT, GPTConfig, KVCache
 from minitx.recompute import checkpointed
 
 MODES = ["selective", "full"]
@@ -49,6 +49,20 @@ def test_the_gradients_are_the_same_to_the_bit(kernel, changes, mode, dtype, dev
 
     for got, want in zip(gradients(mode), gradients("none"), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_through_a_cache_are_those_without(mode):
+    """What is written to a cache is not made again: it would be written behind itself."""
+
+    def gradients(mode: str, with_cache: bool) -> list[torch.Tensor]:
+        model = make_model("eager", mode)
+        cache = KVCache(model.config, B, 2 * S, device="cpu", dtype=torch.float32)
+        model(tokens()[0], cache if with_cache else None).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for got, want in zip(gradients(mode, True), gradients("none", False), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_attention_is_computed_once():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from minitx.testing import max_error
 if not supports_softmax("triton", torch.zeros(1)).ok and not torch.cuda.is_available():
     pytest.skip(supports_softmax("triton", torch.zeros(1)).reason, allow_module_level=True)
 
-from minitx.kernels import triton_groups, triton_softmax
+from minitx.kernels import triton_cross_entropy, triton_groups, triton_softmax
 from minitx.kernels import triton_softmax_wide as wide
 from minitx.kernels.triton_runtime import launching_on
 
@@ -141,6 +142,28 @@ def test_what_the_compiler_makes_of_it(tmp_path):
         assert int(loads) >= n_read * vectors
         assert int(stores) >= vectors
     assert len(found) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "threads", "most"), [((8, 6), 1536, 16), ((8, 9), 1536, 24), ((9, 0), 2048, 32)]
+)
+def test_no_more_programs_than_an_sm_holds(monkeypatch, capability, threads, most):
+    """Small programs run into a limit of their own: a larger cooperative grid would be refused. An
+    RTX 3090 takes 16 an SM, where cross-entropy's have room for 28 on an H200."""
+    sms = 82
+    properties = SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=sms,
+        max_threads_per_multi_processor=threads,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(triton_groups, "IS_INTERPRETED", False)
+    count = triton_groups.programs_at_once.__wrapped__
+    for chunks in (*wide.FWD.values(), *wide.BWD.values(), *triton_cross_entropy.PIECES.values()):
+        room = threads // (32 * chunks.num_warps)
+        want = sms * min(chunks.programs_per_sm, room, most)
+        assert count(torch.device("cuda", 0), chunks) == want
 
 
 # --- on a GPU, where programs wait for one another --------------------------------------------
