@@ -45,7 +45,7 @@ def _embedding_bwd(dout: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Te
     if on_gpu and triton_problem("cuda", dout.device.index) is None:
         from minitx.kernels.triton_embedding import embedding_grad
 
-        return embedding_grad(dout.flatten(0, -2), ids.flatten(), rows)
+        return embedding_grad(dout.reshape(-1, dout.shape[-1]), ids.reshape(-1), rows)
     return torch.ops.aten.embedding_dense_backward(dout, ids, rows, -1, False)
 
 

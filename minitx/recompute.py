@@ -30,7 +30,8 @@ from torch.utils.checkpoint import (
 )
 
 Recompute = Literal["none", "selective", "full"]
-# With one of four GPT-2 124M's peak is half of that of nanoGPT's model, for 1 % of the time.
+# With one of four, GPT-2 124M's peak is half of that of nanoGPT's model: measured with one of six,
+# reckoned from there (benchmarks/NOTES.md).
 BLOCKS_AN_UP = 4
 
 aten = torch.ops.aten
