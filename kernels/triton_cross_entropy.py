@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minitx.kernels.triton_groups import Chunks, await_partials, chunk_of, launch_groups, publish
+from minitx.kernels.triton_groups import Chunks, chunk_of, launch_groups, merge_partials, publish
 from minitx.kernels.triton_rows import exp_below, in_float32
 
 # Kernels are not Python to a type checker:
@@ -73,14 +73,7 @@ def _cross_entropy_rows_kernel(
                 mask=in_range & writes_nll,
                 other=float("nan"),
             ).to(tl.float32)
-            row_max = -float("inf")
-            row_sum = 0.0
-            for first in range(0, n_pieces, MERGE):
-                m, s = await_partials(partials, first, n_pieces, -float("inf"), 0.0, MERGE)
-                larger = tl.maximum(row_max, tl.max(m))
-                row_sum *= exp_below(row_max, larger, EXACT)
-                row_sum += tl.sum(s * exp_below(m, larger, EXACT))
-                row_max = larger
+            row_max, row_sum = merge_partials(partials, n_pieces, MERGE, EXACT)
 
             is_ignored = target == ignore_index
             if writes_nll:

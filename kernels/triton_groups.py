@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from minitx.kernels.triton_rows import exp_below
 from minitx.kernels.triton_runtime import IS_INTERPRETED, device_function, launching_on
 
 
@@ -73,6 +74,21 @@ def await_partials(words_ptr, first, end, a_padding, b_padding, MERGE: tl.conste
     a = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     b = words.to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(mask, a, a_padding), tl.where(mask, b, b_padding)
+
+
+@device_function
+def merge_partials(words_ptr, end, MERGE: tl.constexpr, EXACT: tl.constexpr):
+    """(maximum, sum of exponentials relative to it) of chunks 0 to `end` - 1, of which each has
+    published its own."""
+    row_max = -float("inf")
+    row_sum = 0.0
+    for first in range(0, end, MERGE):
+        m, s = await_partials(words_ptr, first, end, -float("inf"), 0.0, MERGE)
+        larger = tl.maximum(row_max, tl.max(m))
+        row_sum *= exp_below(row_max, larger, EXACT)
+        row_sum += tl.sum(s * exp_below(m, larger, EXACT))
+        row_max = larger
+    return row_max, row_sum
 
 
 @device_function

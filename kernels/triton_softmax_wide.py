@@ -25,6 +25,7 @@ from minitx.kernels.triton_groups import (
     await_partials,
     chunk_of,
     launch_groups,
+    merge_partials,
     publish,
 )
 from minitx.kernels.triton_rows import (
@@ -132,14 +133,7 @@ def _wide_fwd_kernel(
                 publish(partials + chunk, chunk_max, tl.sum(p))
 
             if WRITE:
-                row_max = -float("inf")
-                row_sum = 0.0
-                for first in range(0, awaited, MERGE):
-                    m, s = await_partials(partials, first, awaited, -float("inf"), 0.0, MERGE)
-                    larger = tl.maximum(row_max, tl.max(m))
-                    row_sum *= exp_below(row_max, larger, EXACT)
-                    row_sum += tl.sum(s * exp_below(m, larger, EXACT))
-                    row_max = larger
+                row_max, row_sum = merge_partials(partials, awaited, MERGE, EXACT)
 
                 scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
                 p = exp_below(in_float32(x), row_max, EXACT)
