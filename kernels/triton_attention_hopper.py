@@ -73,7 +73,9 @@ from minitx.kernels.triton_hopper_tiles import (
 from minitx.kernels.triton_launch import Launch
 from minitx.kernels.triton_scores_hopper import (
     exponentials,
+    log_of,
     no_scores,
+    one_over,
     own_sums,
     rescaled,
     take_maximum,
@@ -228,9 +230,9 @@ def _compute(
 
             is_empty = row_sum == 0.0
             queries = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-            lse = gl.where(is_empty, float("-inf"), row_max * scale + gl.log(row_sum))
+            lse = gl.where(is_empty, float("-inf"), row_max * scale + log_of(row_sum))
             gl.store(lse_ptr + (b.to(gl.int64) * Hq + h) * Sq + queries, lse, mask=queries < Sq)
-            inverse = 1.0 / gl.where(is_empty, 1.0, row_sum)
+            inverse = one_over(gl.where(is_empty, 1.0, row_sum))
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, product_layout(HEAD_DIM)))
             out = gl.convert_layout((acc * inverse[:, None]).to(DTYPE), row_layout(HEAD_DIM))
             out_rows = row_pointers(out_ptr, out_strides, b, h, first, HEAD_DIM)
