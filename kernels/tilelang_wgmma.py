@@ -166,3 +166,13 @@ def lay_out(tiles: tuple, fragments: tuple) -> None:
 
     T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in tiles})
     T.annotate_layout({fragment: in_registers(fragment) for fragment in fragments})
+
+
+def by_row(rows: int) -> Any:
+    """The layout of a loop over rows of products: each by the four threads that hold it."""
+    import tilelang.language as T
+
+    def owners(i: Any, quarter: Any) -> tuple[Any, Any]:
+        return i // 16 * 32 + i % 8 * 4 + quarter, i % 16 // 8
+
+    return T.Fragment([rows], forward_fn=owners, replicate=4)
