@@ -159,6 +159,11 @@ def test_it_is_what_it_is_meant_to_be():
     assert not [line for line in source.splitlines() if "wgmma_" in line and "threadIdx" in line]
     assert "warpgroup_reg_alloc<240>" in source
     assert "warpgroup_reg_dealloc<24>" in source
+    # ds, which TileLang does not know to be written, is fenced behind dk and before all are told.
+    stored = source.index("store_own_rows<16384, 64>((&(((bfloat16_t*)ds_tile)")
+    position = source.index("wgmma_rs<", stored)
+    assert "wgmma_ss<" not in source[stored:position]
+    assert position < source.index("fence_proxy_async", stored) < source.index("let_go(", stored)
     # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
     order_of_calls = [turn, "fence_proxies(", "dq_read[", "load_tile(", "rounded_read[", "dq_free["]
