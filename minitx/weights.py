@@ -59,6 +59,8 @@ def scale_weights(
 
 def cast_weights(weights: list[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """weights, any shapes, of the products' dtype."""
+    if all(w.dtype == dtype for w in weights):
+        return weights
     return _Cast.apply(dtype, *weights)
 
 

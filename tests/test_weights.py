@@ -35,6 +35,7 @@ def test_cast_weights_and_their_gradients():
         assert torch.equal(v, w.bfloat16())
         assert dw.dtype == torch.float32
         assert torch.equal(dw, dv.float())
+    assert cast_weights(weights, torch.float32) is weights  # no copy
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
