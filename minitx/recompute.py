@@ -30,8 +30,8 @@ from torch.utils.checkpoint import (
 )
 
 Recompute = Literal["none", "selective", "full"]
-# With one of six, GPT-2 124M's peak is half of that of nanoGPT's model (benchmarks/NOTES.md).
-BLOCKS_AN_UP = 6
+# With one of four, GPT-2 124M's peak is half of that of nanoGPT's model (benchmarks/NOTES.md).
+BLOCKS_AN_UP = 4
 
 aten = torch.ops.aten
 # PyTorch's fused attention, by backend. Those of this project are told by their names, since an op
