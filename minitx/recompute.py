@@ -5,7 +5,8 @@
                 first product, and dropout's masks; norms, RoPE and activation functions are made
                 again from those. One product is, too: the MLP's first in one of BLOCKS_AN_UP
                 blocks, whose result is the largest of all. Under torch.compile norms keep their own
-                result, which in 16 bits is half as large as their input (norm.py)
+                result, which in 16 bits is half as large as their input (norm.py), and so are
+                weights kept as products read them (weights.py)
     full        keeps the block's input and attention's results; the other products are made again,
                 too, but attention, whose cost grows with the square of the context, never is
 
