@@ -8,12 +8,15 @@ operations on lists become one kernel for all in compiled code.
     V = W diag(w),   dW = dV diag(w),   dw_i = sum_o dV_oi W_oi
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+# Operations on lists have no public name:
+# pyright: reportPrivateImportUsage=false
 
 # Sums over the rows of weights are made of so many: enough for all multiprocessors.
 PARTS = 16
@@ -38,7 +41,7 @@ def linear(module: nn.Linear, x: torch.Tensor, weight: torch.Tensor | None) -> t
     return F.linear(x, weight, None if module.bias is None else module.bias.to(weight.dtype))
 
 
-def fold_weights(blocks: nn.ModuleList, dtype: torch.dtype) -> list[BlockWeights]:
+def fold_weights(blocks: Iterable[Any], dtype: torch.dtype) -> list[BlockWeights]:
     """The weights of all blocks, of qkv and up with the scales of the norms that they read."""
     scaled, scales, plain = [], [], []
     for block in blocks:
