@@ -13,10 +13,11 @@ add tiles of dq to memory, every third one each: in turn, that takes longer than
 warpgroups that compute are half a trip of the loop apart, so that one issues products while the
 other exponentiates. In a trip, each will
 
-    issue s and dp, and the first one lets the second go; wait for s; exponentiate it, beside dp
-    issue dv; wait for dp; make ds and share it, beside dv
-    issue dq of the last tile, of which by now both have shared ds, and dk; wait for dq
-    and the second one lets the first go; hand dq over, beside dk; wait for dk
+    issue dq of the last tile, of which by now both have shared ds, and s; wait for dq
+    hand dq over, beside s; issue dp, and the first one lets the second go
+    wait for s; exponentiate it, beside dp
+    issue dv; wait for dp; make ds, beside dv; issue dk; share ds
+    and the second one lets the first go; wait for dv and dk
 
 Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
 take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
@@ -39,9 +40,11 @@ from minitx.kernels.tilelang_wgmma import Operand, own_rows
 BLOCK_N = 128  # keys
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
 WORKERS = 256  # threads that compute
-MEET = 8  # a named barrier of theirs; TileLang counts its own from 1
-GO = 9  # and two more: at GO + i warpgroup i waits for the other one
 ADDERS = 3  # warps that add tiles of dq to memory
+# Named barriers; TileLang takes number 1 for its own.
+FULL = 2  # at FULL + 2 * i + j adder i waits for its half of dq from warpgroup j
+MEET = FULL + 2 * ADDERS  # the warpgroups that compute
+GO = MEET + 1  # at GO + i warpgroup i waits for the other one
 
 HELPERS = r"""
 __device__ __forceinline__ void let_go(int is_it, int barrier) {
@@ -50,6 +53,12 @@ __device__ __forceinline__ void let_go(int is_it, int barrier) {
 }
 __device__ __forceinline__ void wait_to_go(int barrier) {
   asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void hand_in(int barrier) {
+  asm volatile("bar.arrive %0, 160;" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_hand_in(int barrier) {
+  asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
 }
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
@@ -93,10 +102,8 @@ def build_attention_bwd_hopper(
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
         return call(f"forget<{count}>", tile.data)
 
-    def fetch(region, tiles, barriers, stage=None):
+    def fetch(region, tile, barrier):
         """By the threads of a warp, who arrive at the barrier once all is asked for."""
-        tile = tiles if stage is None else tiles[stage, :, :]
-        barrier = barriers if stage is None else barriers[stage]
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
 
     def half_of_dq(dq, batch, head, m, half):
@@ -134,12 +141,11 @@ def build_attention_bwd_hopper(
 
     @T.macro
     def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
-        """ds, and to shared memory, for both warpgroups."""
+        """ds, and to shared memory, for both warpgroups; a fence is wanted before they are told."""
         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
             dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
         T.copy(dp, ds)
-        wgmma.store_own_rows(ds, ds_tile, buffer)
-        T.fence_proxy_async()
+        wgmma.store_own_rows(ds, ds_tile, buffer, is_hidden=True)
 
     @T.macro
     def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
@@ -163,14 +169,13 @@ def build_attention_bwd_hopper(
         return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def hand_over(dq_acc, dq_16, dq_tiles, barriers, step, warpgroup, adds, scale):
+    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, step, warpgroup, ends, scale):
         """dq_acc to the step's adder; by the last of those who add, dq."""
         dq_tile, dq_rounded = dq_tiles
-        dq_full, dq_free = barriers
-        is_first, is_last = adds
+        first_until, last_from = ends
         T.barrier_wait(dq_free[warpgroup], step % 2)
-        if is_last:
-            if not is_first:
+        if step >= last_from:
+            if step >= first_until:
                 for i, d in T.Parallel(128, 64):
                     dq_acc[i, d] += dq_tile[i, d]
             for i, d in T.Parallel(128, 64):
@@ -180,7 +185,7 @@ def build_attention_bwd_hopper(
         else:
             T.copy(dq_acc, dq_tile)
         T.fence_proxy_async()
-        T.barrier_arrive(dq_full[step % ADDERS * 2 + warpgroup])
+        call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -227,21 +232,20 @@ def build_attention_bwd_hopper(
             dq_16 = T.alloc_fragment((128, 64), dtype)
             dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
-            k_full = T.alloc_barrier(32)
-            v_full = T.alloc_barrier(32)
+            # The first of q brings the keys, the first of dout the values.
             q_full = T.alloc_barrier([32] * Q_STAGES)
             q_free = T.alloc_barrier([8] * Q_STAGES)
             dout_full = T.alloc_barrier([32] * DOUT_STAGES)
             dout_free = T.alloc_barrier([8] * DOUT_STAGES)
             # Of each half; an adder has its own: of shared ones it could take a phase for another.
             dq_free = T.alloc_barrier([1] * 2)
-            dq_full = T.alloc_barrier([WORKERS // 2] * (2 * ADDERS))
             dq_read = T.alloc_barrier([1] * (2 * ADDERS))
+            rounded_read = T.alloc_barrier([1] * (2 * ADDERS))
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
             wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
             T.annotate_layout({dq_tile: T.Layout((128, 64), place_in_tile)})
 
-            dq_tiles, dq_barriers = (dq_tile, dq_rounded), (dq_full, dq_free)
+            dq_tiles = (dq_tile, dq_rounded)
 
             tx = T.get_thread_binding()
             late = order.num_late(Hkv, group, Sq, HEAD_DIM) if IS_CAUSAL else 0
@@ -259,80 +263,84 @@ def build_attention_bwd_hopper(
             next_m = T.alloc_var("int32", init=T.Select(tile + 1 == num_n, num_m, of_next))
             # Of each head; one tile at least: the last query reads every key.
             steps = group * (num_m - first_m)
+            ends = order.first_and_last_steps(tile, group, first_m, next_m, num_m, is_late)
+            first_until = T.alloc_var("int32", init=ends[0])
+            last_from = T.alloc_var("int32", init=ends[1])
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
                 if tx < WORKERS + 32:
                     k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
                     v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
-                    fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, k_full)
-                    T.barrier_arrive(k_full)
+                    fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, q_full[0])
                     for step in T.serial(steps):
                         at = order.step_at(step, group, first_m, num_m, is_late)
                         head, m_start = kv_head * group + at[0], at[1] * BLOCK_M
                         queries = slice(m_start, m_start + BLOCK_M)
                         stage = step % Q_STAGES
                         T.barrier_wait(q_free[stage], 1 - step // Q_STAGES % 2)
-                        fetch(q[batch, head, queries, 0:HEAD_DIM], q_tile, q_full, stage)
+                        of_q = q[batch, head, queries, 0:HEAD_DIM]
+                        fetch(of_q, q_tile[stage, :, :], q_full[stage])
                         T.barrier_arrive(q_full[stage])
                         if step == 0:
-                            fetch(v[v_batch, v_head, keys, 0:HEAD_DIM], v_tile, v_full)
-                            T.barrier_arrive(v_full)
+                            fetch(v[v_batch, v_head, keys, 0:HEAD_DIM], v_tile, dout_full[0])
                         other = step % DOUT_STAGES
                         T.barrier_wait(dout_free[other], 1 - step // DOUT_STAGES % 2)
-                        fetch(dout[batch, head, queries, 0:HEAD_DIM], dout_tile, dout_full, other)
-                        fetch(stats[batch, head, 0:2, queries], stats_tile, dout_full, other)
+                        of_dout = dout[batch, head, queries, 0:HEAD_DIM]
+                        fetch(of_dout, dout_tile[other, :, :], dout_full[other])
+                        of_stats = stats[batch, head, 0:2, queries]
+                        fetch(of_stats, stats_tile[other, :, :], dout_full[other])
                         T.barrier_arrive(dout_full[other])
                 else:
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
                     turn = T.alloc_var("int32", init=order.turn_of(tile, num_n, is_late))
+                    # The first step to which the sum so far is brought.
+                    brings_from = T.alloc_var("int32", init=T.max(first_until, last_from))
+                    if (adder == 0) & (brings_from > 0):
+                        for half in T.unroll(2):
+                            release(dq_free, half)
                     for use in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
                         step = use * ADDERS + adder
                         last = (step - 1) % ADDERS  # who adds the tile before
                         phase_before = (step - 1) // ADDERS % 2
                         at = order.step_at(step, group, first_m, num_m, is_late)
                         head, m = kv_head * group + at[0], at[1]
-                        row = (batch * Hq + head) * num_m + m
-                        adds = order.adds_first_and_last(tile, m, next_m, is_late)
-                        is_first, is_last = adds
-                        brings_sum = is_last & (not is_first)
-                        if brings_sum:
+                        row = T.alloc_var("int32", init=(batch * Hq + head) * num_m + m)
+                        # Ahead of its part, which it need not wait for.
+                        if step >= first_until:
                             dq_sums.wait_turn(turns, row, turn)
+                        if step >= brings_from:
                             dq_sums.fence()
-                        before = order.tile_before(at[0], m, is_late)
-                        adds_before = order.adds_first_and_last(tile, before, next_m, is_late)
-                        for half in T.unroll(2):
-                            # The sum comes as soon as dq_tile has been read: by the adder of the
-                            # step before, or by the warps, if this block added last there, too.
-                            if brings_sum:
+                            for half in T.unroll(2):
                                 if step > 0:
-                                    if adds_before[1]:
-                                        T.barrier_wait(dq_full[last * 2 + half], phase_before)
-                                    else:
-                                        T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                    T.barrier_wait(dq_read[last * 2 + half], phase_before)
                                 if T.shuffle_elect(32):
                                     at_half = dq_free[half]
                                     dq_sums.load(dq_sum, row, half, dq_tile, at_half)
-                            if step > 0:
-                                T.barrier_wait(dq_read[last * 2 + half], phase_before)
-                            release(dq_free, half)
-                        if not (is_first | is_last):
-                            dq_sums.wait_turn(turns, row, turn)
+                                if step > 0:
+                                    T.barrier_wait(rounded_read[last * 2 + half], phase_before)
+                                release(dq_free, half)
                         for half in T.unroll(2):
-                            T.barrier_wait(dq_full[adder * 2 + half], use % 2)
-                            if is_last:
+                            call("wait_for_hand_in", FULL + adder * 2 + half)
+                            if step >= last_from:
+                                release(dq_read, adder * 2 + half)  # by the warps
                                 rounded = dq_rounded[0, half * 64 : half * 64 + 64, 0:64]
                                 to = half_of_dq(dq, batch, head, m, half)
                                 T.tma_copy(rounded, to, leader_scope_threads=32)
-                            elif T.shuffle_elect(32):
-                                if is_first:
-                                    dq_sums.store(dq_tile, dq_sum, row, half)
-                                else:
-                                    dq_sums.add(dq_tile, dq_sum, row, half)
-                                T.tma_store_arrive()
-                            T.tma_store_wait(0)  # this half has been read
-                            release(dq_read, adder * 2 + half)
-                        if not is_last:
+                                T.tma_store_wait(0)
+                            else:
+                                if T.shuffle_elect(32):
+                                    if step < first_until:
+                                        dq_sums.store(dq_tile, dq_sum, row, half)
+                                    else:
+                                        dq_sums.add(dq_tile, dq_sum, row, half)
+                                    T.tma_store_arrive()
+                                T.tma_store_wait(0)  # this half has been read
+                                release(dq_read, adder * 2 + half)
+                            release(rounded_read, adder * 2 + half)
+                            if step + 1 < brings_from:
+                                release(dq_free, half)
+                        if step < last_from:
                             T.tma_store_wait(0, False)  # dq_sum has been written
                             if T.shuffle_elect(32):
                                 dq_sums.end_turn(turns, row, turn + 1)
@@ -340,7 +348,6 @@ def build_attention_bwd_hopper(
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
                 m = T.alloc_var("int32", init=T.Select(is_late, num_m - 1, first_m))
-                last_m = T.alloc_var("int32", init=0)  # of the step before
                 head = T.alloc_var("int32", init=0)  # of the group; both are counted, not divided
                 T.fill(dk_acc, 0)
                 T.fill(dv_acc, 0)
@@ -348,15 +355,23 @@ def build_attention_bwd_hopper(
                 # ptxas keeps what the warp shares in its registers only behind such a wait, of one
                 # thread.
                 if T.shuffle_elect(32):
-                    T.barrier_wait(k_full, 0)
-                    T.barrier_wait(v_full, 0)
+                    T.barrier_wait(q_full[0], 0)
                 T.sync_warp()
                 for step in T.serial(steps):
                     stage = step % Q_STAGES
                     other = step % DOUT_STAGES
                     call("wait_to_go", GO + warpgroup)
+                    # In the first trip of nothing, for nobody: where a product is issued under a
+                    # condition, ptxas awaits every product at once (C7515).
+                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
                     T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
                     issue_scores(k_tile, q_tile, stage, scores, warpgroup)
+                    await_product(1, dq_acc, dq_regs)
+                    if step > 0:
+                        ends = (first_until, last_from)
+                        hand_over(
+                            dq_acc, dq_16, dq_tiles, dq_free, step - 1, warpgroup, ends, scale
+                        )
                     T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
                     issue_scores(v_tile, dout_tile, other, dp, warpgroup)
                     call("let_go", 1 - warpgroup, GO + 1)
@@ -366,20 +381,11 @@ def build_attention_bwd_hopper(
                     add_product(dv_acc, p, dout_tile, other)
                     await_product(1, dp, score_regs)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    # In the first trip of nothing, for nobody: where a product is issued under a
-                    # condition, ptxas awaits every product at once (C7515).
-                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
                     add_product(dk_acc, ds, q_tile, stage)
-                    await_product(1, dq_acc, dq_regs)
-                    T.warpgroup_fence_operand(dv_acc, num_regs=acc_regs)
-                    release(dout_free, other)
+                    T.fence_proxy_async()
                     call("let_go", warpgroup, GO)
-                    if step > 0:
-                        adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
-                        hand_over(
-                            dq_acc, dq_16, dq_tiles, dq_barriers, step - 1, warpgroup, adds, scale
-                        )
-                    last_m = m
+                    await_product(1, dv_acc, acc_regs)
+                    release(dout_free, other)
                     head = T.Select(head + 1 == group, 0, head + 1)
                     if head == 0:
                         m = m + T.Select(is_late, -1, 1)
@@ -388,14 +394,14 @@ def build_attention_bwd_hopper(
                 call("wait_to_go", GO + warpgroup)
                 call("let_go", 1 - warpgroup, GO + 1)
                 issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
-                await_product(0, dq_acc, dq_regs)
-                adds = order.adds_first_and_last(tile, last_m, next_m, is_late)
-                hand_over(dq_acc, dq_16, dq_tiles, dq_barriers, steps - 1, warpgroup, adds, scale)
-                T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
+                T.copy(dv_acc, v_tile)  # its own keys' values, which nobody else read
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
                     dk_acc[j, d] *= scale
+                await_product(0, dq_acc, dq_regs)
+                ends = (first_until, last_from)
+                hand_over(dq_acc, dq_16, dq_tiles, dq_free, steps - 1, warpgroup, ends, scale)
+                T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 T.copy(dk_acc, k_tile)
-                T.copy(dv_acc, v_tile)
                 T.fence_proxy_async()
                 T.sync_threads(MEET, WORKERS)
                 T.copy(k_tile, dk[batch, kv_head, keys, 0:HEAD_DIM])

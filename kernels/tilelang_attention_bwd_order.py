@@ -88,13 +88,6 @@ def step_at(step: Any, group: Any, first_m: Any, num_m: Any, is_late: Any) -> tu
     return T.truncmod(step, group), T.Select(is_late, num_m - 1 - m, first_m + m)
 
 
-def tile_before(head: Any, m: Any, is_late: Any) -> Any:
-    """The tile of queries of the step before that of a query head of the group and tile m."""
-    import tilelang.language as T
-
-    return T.Select(head > 0, m, m + T.Select(is_late, 1, -1))
-
-
 def turn_of(tile: Any, num_n: Any, is_late: Any) -> Any:
     """How many blocks of a head are before that of a tile of keys."""
     import tilelang.language as T
@@ -102,15 +95,19 @@ def turn_of(tile: Any, num_n: Any, is_late: Any) -> Any:
     return T.Select(is_late, tile, num_n - 1 - tile)
 
 
-def adds_first_and_last(tile: Any, m: Any, next_m: Any, is_late: Any) -> tuple[Any, Any]:
-    """Whether of the blocks that add to tile m of dq that of a tile of keys is the first, and
-    whether it is the last. next_m: the first tile of queries that reads the next keys."""
+def first_and_last_steps(
+    tile: Any, group: Any, first_m: Any, next_m: Any, num_m: Any, is_late: Any
+) -> tuple[Any, Any]:
+    """Of the blocks that add to a tile of dq that of a tile of keys is the first in steps below
+    this, and the last in steps from that on. next_m: the first tile of queries that reads the next
+    keys."""
     import tilelang.language as T
 
-    has_first_keys, has_last_keys = tile == 0, m < next_m
+    steps = group * (num_m - first_m)
+    with_first_keys = T.Select(tile == 0, steps, 0)  # steps in which it has the first keys
     return (
-        T.Select(is_late, has_first_keys, has_last_keys),
-        T.Select(is_late, has_last_keys, has_first_keys),
+        T.Select(is_late, with_first_keys, group * (next_m - first_m)),
+        T.Select(is_late, group * (num_m - next_m), steps - with_first_keys),
     )
 
 

@@ -9,7 +9,7 @@ other blocks put their own part, its warps add theirs to it, scale and round, an
 
 The key tiles that a query tile sees are all those from 0 up to some last one. So a block has its
 predecessor at every tile but those where it has the head's first or last keys of all that are seen:
-there it is the first or the last (`adds_first_and_last` of `tilelang_attention_bwd_order.py`).
+there it is the first or the last (`first_and_last_steps` of `tilelang_attention_bwd_order.py`).
 
 No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's blocks
 in the order of their turns), and a GPU starts blocks in order of index: they run, or have ended. A

@@ -94,6 +94,8 @@ def build_attention_fwd_hopper(
     softmax = make_macros(BLOCK_M, BLOCK_N)
     q_stages = 2 if HEAD_DIM <= 128 else 1  # as many as there is room for
     by_hand = HEAD_DIM % 64 == 0  # products
+    # For loops that write no registers: TileLang would plan them anew for each loop of the kernel.
+    by_row = wgmma.by_row(BLOCK_M)
     panel = 64 if by_hand else 32  # columns that lie side by side in shared memory
     Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
     work_sizes = Sizes(IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages, Hq, Sq, Skv)
@@ -382,7 +384,7 @@ def build_attention_fwd_hopper(
                     for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                         acc[i, d] *= total[i]
                     stats.grew[0] = 0
-                    for i in T.Parallel(BLOCK_M):
+                    for i in T.Parallel(BLOCK_M, loop_layout=by_row):
                         stats.grew[0] = stats.grew[0] | T.cast(lse_tile[i] == minus_inf, "int32")
                     if T.any_sync(stats.grew[0]) != 0:
                         # Not by a product with 0: with a masked NaN among the values acc is NaN.
@@ -404,7 +406,9 @@ def build_attention_fwd_hopper(
                             out[batch, head, m_row : m_row + 64, d : d + panel],
                             leader_scope_threads=WARPGROUP,
                         )
-                    T.copy(lse_tile, lse[batch, head, m_start : m_start + BLOCK_M])
+                    T.copy(
+                        lse_tile, lse[batch, head, m_start : m_start + BLOCK_M], loop_layout=by_row
+                    )
                     if q_stages == 1:
                         free_queries(q_free, 0)
                         begin(trip + 1, done, last, *context)

@@ -138,15 +138,21 @@ def issue_product(sums: Any, a: Any, b: Operand, depth: int, clear: bool = False
     return issue(sums)
 
 
-def store_own_rows(fragment: Any, tile: Any, stage: Any) -> Any:
+def store_own_rows(fragment: Any, tile: Any, stage: Any, is_hidden: bool = False) -> Any:
     """A fragment of 16 bits, 64 rows a warpgroup, to tile[stage]: four 8 x 8 matrices at a time.
 
-    `T.copy` does that for tiles without stages alone, and stores 4 bytes at a time elsewhere."""
+    `T.copy` does that for tiles without stages alone, and stores 4 bytes at a time elsewhere.
+
+    is_hidden: from TileLang, which would fence ahead of the next product, whatever that reads."""
     import tilelang.language as T
 
     rows, columns = (int(extent) for extent in fragment.shape)
     function = f"store_own_rows<{rows * ROW_BYTES}, {columns}>"
-    arguments = (function, T.address_of(tile[stage, 0, 0]), fragment.data)
+    if is_hidden:
+        start = tile.access_ptr("r", offset=stage * (rows * columns))
+    else:
+        start = T.address_of(tile[stage, 0, 0])
+    arguments = (function, start, fragment.data)
     return T.evaluate(T.call_extern("void", *arguments))  # type: ignore[attr-defined]
 
 
@@ -166,3 +172,13 @@ def lay_out(tiles: tuple, fragments: tuple) -> None:
 
     T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in tiles})
     T.annotate_layout({fragment: in_registers(fragment) for fragment in fragments})
+
+
+def by_row(rows: int) -> Any:
+    """The layout of a loop over rows of products: each by the four threads that hold it."""
+    import tilelang.language as T
+
+    def owners(i: Any, quarter: Any) -> tuple[Any, Any]:
+        return i // 16 * 32 + i % 8 * 4 + quarter, i % 16 // 8
+
+    return T.Fragment([rows], forward_fn=owners, replicate=4)

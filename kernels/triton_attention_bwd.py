@@ -363,6 +363,7 @@ def prepare_bwd(
     """
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     pitch = rows_pitch(Sq)
+    rows = bwd_rows(q, pitch)  # of exponents, and of deltas
     launch_dq = launch_dkdv = None
     if q.numel() > 0:
         launch_dq = dq_launch(dout, dlse, q, k, v, out, is_causal, scale, dq)
@@ -401,7 +402,7 @@ def prepare_bwd(
         )
 
     def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
-        exponent, delta = bwd_rows(q, pitch)
+        exponent, delta = rows.make(), rows.make()
         if launch_dq is not None:
             launch_dq(q, k, v, out, lse, dout, dlse, exponent, delta, dq)
         if launch_dkdv is not None:

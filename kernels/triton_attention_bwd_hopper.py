@@ -256,12 +256,13 @@ def prepare_bwd_hopper(
     """`prepare_bwd` for what `hopper_takes`, all gradients needed."""
     (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
     pitch = rows_pitch(Sq)
+    rows = bwd_rows(q, pitch)  # of exponents, and of deltas
     launch_dkdv = dkdv_launch_hopper(q, k, is_causal, scale)
     if D == 64:
         launch_portable = dq_launch(dout, dlse, q, k, v, out, is_causal, scale, dq)
 
         def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
-            exponent, delta = bwd_rows(q, pitch)
+            exponent, delta = rows.make(), rows.make()
             launch_portable(q, k, v, out, lse, dout, dlse, exponent, delta, dq)
             launch_dkdv(q, dout, k, v, exponent, delta, dk, dv)
 
@@ -277,7 +278,7 @@ def prepare_bwd_hopper(
     )  # fmt: skip
 
     def launches_hopper(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
-        exponent, delta = bwd_rows(q, pitch)
+        exponent, delta = rows.make(), rows.make()
         dlse = lse if dlse is None else dlse
         launch_dq(q, dout, k, v, out, lse, dout, dlse, exponent, delta, dq)
         launch_dkdv(q, dout, k, v, exponent, delta, dk, dv)

@@ -73,7 +73,9 @@ from minitx.kernels.triton_hopper_tiles import (
 from minitx.kernels.triton_launch import Launch
 from minitx.kernels.triton_scores_hopper import (
     exponentials,
+    log_of,
     no_scores,
+    one_over,
     own_sums,
     rescaled,
     take_maximum,
@@ -228,9 +230,9 @@ def _compute(
 
             is_empty = row_sum == 0.0
             queries = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-            lse = gl.where(is_empty, float("-inf"), row_max * scale + gl.log(row_sum))
+            lse = gl.where(is_empty, float("-inf"), row_max * scale + log_of(row_sum))
             gl.store(lse_ptr + (b.to(gl.int64) * Hq + h) * Sq + queries, lse, mask=queries < Sq)
-            inverse = 1.0 / gl.where(is_empty, 1.0, row_sum)
+            inverse = one_over(gl.where(is_empty, 1.0, row_sum))
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, product_layout(HEAD_DIM)))
             out = gl.convert_layout((acc * inverse[:, None]).to(DTYPE), row_layout(HEAD_DIM))
             out_rows = row_pointers(out_ptr, out_strides, b, h, first, HEAD_DIM)
@@ -274,7 +276,10 @@ def _load(
                 q_desc, [b, h, start_m + g * ROWS, 0], bar, q_tiles.index(q_stage * GROUPS + g)
             )
         q_stage, q_phase = advance(q_stage, q_phase, Q_STAGES)
-        place = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1)
+        if n_work > gl.num_programs(0):
+            place = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1)
+        else:  # none is left to take
+            place = n_work
         kv_h = h // GROUP_HEADS
         _n_bulk, n_tiles = key_tiles(start_m, BLOCK_M, Sq, Skv, IS_CAUSAL, BLOCK_N)
         for i in range(n_tiles + 1):
@@ -308,8 +313,8 @@ def attention_fwd_hopper(
     """out, and lse [B, Hq, Sq] (contiguous).
 
     qk_scale is scale * log2(e); huge_scale the power of two that it is, or next above it.
-    taken_ptr: an int32 0, that no other launch uses meanwhile. n_work: blocks of queries of all
-    heads.
+    taken_ptr: an int32 0, that no other launch uses meanwhile; with no more blocks than programs
+    it is not read. n_work: blocks of queries of all heads.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     SHARED: gl.constexpr = q_desc.layout
@@ -383,10 +388,11 @@ def fwd_launch_hopper(
     tiles = choose_tiles(D, Skv)
     n_blocks = -(-Sq // (tiles.GROUPS * ROWS.value))
     n_work = n_blocks * B * Hq
+    n_programs = min(n_work, multiprocessors(q.device))
     launch = Launch(
         attention_fwd_hopper,
         q.device,
-        min(n_work, multiprocessors(q.device)),
+        n_programs,
         (
             out.stride(),
             scale,
@@ -408,6 +414,10 @@ def fwd_launch_hopper(
         num_warps=4,
         enable_fp_fusion=True,
     )
+
+    if n_work == n_programs:
+        nothing = torch.empty(0, dtype=torch.int32, device=q.device)  # which takes no memory
+        return lambda q, k, v, out, lse: launch(q, k, v, out, lse, nothing)
 
     def launches(q, k, v, out, lse) -> None:
         # Of this call alone, and zeroed on its stream: calls on several streams do not meet.

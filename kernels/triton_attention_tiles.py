@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from minitx.kernels.kept import Empty
 from minitx.kernels.triton_runtime import IS_INTERPRETED
 
 # Gluon, in which the kernels for Hopper are written, differs from version to version: these are the
@@ -136,13 +137,11 @@ def rows_pitch(Sq: int) -> int:
     return -(-Sq // 16) * 16
 
 
-def bwd_rows(q: torch.Tensor, pitch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exponent, delta): room for two floats a query, [B, Hq, pitch], that the first kernel of a
-    backward leaves the second. A last tile may read BLOCK_M floats from anywhere in them.
-    """
+def bwd_rows(q: torch.Tensor, pitch: int) -> Empty:
+    """What makes room for a float a query, [B, Hq, pitch], in which the first kernel of a backward
+    leaves the second something. A last tile may read BLOCK_M floats from anywhere in them."""
     B, Hq, _, _ = q.shape
-    rows = torch.empty(2 * B * Hq * pitch + 128, dtype=torch.float32, device=q.device)
-    return rows, rows[B * Hq * pitch :]
+    return Empty.contiguous((B * Hq * pitch + 128,), torch.float32, q.device)
 
 
 def fwd_tiles(q: torch.Tensor, k: torch.Tensor) -> Tiles:

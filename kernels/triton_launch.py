@@ -15,8 +15,15 @@ once for each, kept, and run with other tensors:
 What is asked of Triton is one method, CompiledKernel.run, in the form that the releases in
 RUN_RELEASES share. With another release, and where a profiler has hooked itself to launches, every
 launch goes Triton's own way; in the interpreter nothing is kept at all.
+
+A TMA descriptor is encoded by its address, shape and strides, and step after step has the same
+addresses: Triton encodes it anew at every launch, in Python that takes longer than CUDA does to
+launch. With the releases in EXPANDED_RELEASES what Triton makes of a descriptor is kept by address,
+and what it calls with it, a function in C, is called directly.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +34,8 @@ from minitx.kernels import kept
 from minitx.kernels.triton_runtime import IS_INTERPRETED, launching_on
 
 RUN_RELEASES = ("3.6", "3.8", "3.9")  # those whose source was read for it
+EXPANDED_RELEASES = ("3.6",)  # and for that of what takes a descriptor apart
+MAX_EXPANDED = 8192  # descriptors that are kept, of half a KiB each
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses that are multiples of it
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a PyTorch for GPUs has it
@@ -63,24 +72,23 @@ class Launch:
         self._compiled: Any = None
         self._descriptors: list[Any] = []
         self._after_tensors: tuple = ()  # scalars and constants, as the kernel's parameters are
+        # Where descriptors are kept as what Triton makes of them, its function in C.
+        self._launch_expanded: Callable[..., None] | None = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        arguments: list[Any] = []  # addresses, which Triton takes as they are
+        addresses: list[Any] = []  # which Triton takes as they are
         bits = 0
         for t in tensors:
             address = None if t is None else t.data_ptr()
-            arguments.append(address)
+            addresses.append(address)
             bits |= address or 0
         if self._compiled is None or bits % ALIGNMENT != 0 or self._is_watched():
             self._launch_by_triton(tensors, is_aligned=bits % ALIGNMENT == 0)
-            return
-        for i, known in enumerate(self._descriptors):
-            arguments[i] = _of_another(known, tensors[i])
-        if self.device.index == torch.cuda.current_device():
-            self._run(arguments)
+        elif self.device.index == torch.cuda.current_device():
+            self._run(tensors, addresses)
         else:
             with torch.cuda.device(self.device):
-                self._run(arguments)
+                self._run(tensors, addresses)
 
     def _launch_by_triton(self, tensors: tuple[torch.Tensor | None, ...], is_aligned: bool) -> None:
         n = len(self.describe)
@@ -92,16 +100,44 @@ class Launch:
             constants = (self.options[name] for name in self.kernel.arg_names[len(given) :])
             self._after_tensors = (*self.scalars, *constants)
             self._descriptors = [_of_another(d, None) for d in described]  # keeps no tensor alive
+            self._launch_expanded = _expanded_launcher(compiled) if described else None
             self._compiled = compiled
 
-    def _run(self, arguments: list[Any]) -> None:
+    def _run(self, tensors: tuple[torch.Tensor | None, ...], addresses: list[Any]) -> None:
         compiled, stream = self._compiled, _current_stream(self.device.index)  # type: ignore[misc]
-        # The grid's three sizes, the stream, what to launch; what a profiler would be told, and
-        # whom to tell it before and after; then every parameter of the kernel.
-        compiled.run(
-            self.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
-            None, None, None, *arguments, *self._after_tensors,
+        n = len(self._descriptors)
+        if self._launch_expanded is None:
+            described = map(_of_another, self._descriptors, tensors)
+            # The grid's three sizes, the stream, what to launch; what a profiler would be told, and
+            # whom to tell it before and after; then every parameter of the kernel.
+            compiled.run(
+                self.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+                None, None, None, *described, *addresses[n:], *self._after_tensors,
+            )  # fmt: skip
+            return
+        arguments: list[Any] = []
+        for i in range(n):
+            key = (self, i, addresses[i])
+            arguments += _expanded.get(key) or self._expand(key, tensors[i])
+        # As above, but for two ways of launching and two kinds of scratch memory, all unused.
+        self._launch_expanded(
+            self.n_programs, 1, 1, stream, compiled.function, False, False, None, None,
+            compiled.packed_metadata, None, None, None,
+            *arguments, *addresses[n:], *self._after_tensors,
         )  # fmt: skip
+
+    def _expand(self, key: tuple, t: torch.Tensor | None) -> list[Any]:
+        """What Triton makes of the descriptor with t in it, kept under the key."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        i = key[1]
+        described = _of_another(self._descriptors[i], t)
+        meta = self._compiled.metadata.tensordesc_meta[i]
+        made = make_tensordesc_arg(described, meta)  # type: ignore[call-arg]
+        if len(_expanded) >= MAX_EXPANDED:
+            _expanded.clear()
+        _expanded[key] = made
+        return made
 
     def _is_watched(self) -> bool:
         """Whether someone is to be told of launches: a profiler, or a hook of the kernel's own."""
@@ -119,9 +155,29 @@ def _of_another(descriptor: Any, t: torch.Tensor | None) -> Any:
     return other
 
 
-def _can_run_again() -> bool:
+# By launch, place among its descriptors, and address. What is kept has the address, no tensor.
+_expanded: dict[tuple, list[Any]] = {}
+
+
+def _expanded_launcher(compiled: Any) -> Callable[..., None] | None:
+    """The function in C that launches the kernel, given descriptors as make_tensordesc_arg makes
+    them; None where nothing is known of it."""
+    if not CAN_RUN_EXPANDED or None in (compiled.metadata.tensordesc_meta or [None]):
+        return None
+    launcher = compiled.run
+    uses_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+    if uses_scratch or launcher.launch_cooperative_grid or launcher.launch_pdl:
+        return None
+    outer = launcher.launch  # which takes descriptors apart, and calls the one that is wanted
+    if not inspect.isfunction(outer):
+        return None
+    return inspect.getclosurevars(outer).nonlocals.get("launcher")
+
+
+def _can_run_again(releases: tuple[str, ...] = RUN_RELEASES) -> bool:
     release = ".".join(triton.__version__.split(".")[:2])
-    return not IS_INTERPRETED and torch.version.hip is None and release in RUN_RELEASES
+    return not IS_INTERPRETED and torch.version.hip is None and release in releases
 
 
 CAN_RUN_AGAIN = _can_run_again()
+CAN_RUN_EXPANDED = _can_run_again(EXPANDED_RELEASES)

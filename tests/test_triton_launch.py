@@ -1,4 +1,4 @@
-"""Triton kernels launched again: what is kept for it, and when Triton is asked anew."""
+"""Triton kernels launched again: with what, and when Triton is asked anew."""
 
 import dataclasses
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ if not _support.ok:
 
 from triton import knobs  # noqa: E402
 
-from minitx.kernels import kept, triton_attention, triton_launch  # noqa: E402
-from minitx.kernels.triton_launch import Launch, remember, remembered  # noqa: E402
+from minitx.kernels import triton_launch  # noqa: E402
+from minitx.kernels.triton_launch import Launch  # noqa: E402
 from minitx.testing import make_qkv  # noqa: E402
 
 CURRENT, STREAM = 3, 77  # the device and stream that the stand-ins below say are current
@@ -134,6 +135,92 @@ def test_a_descriptor_is_made_once_and_then_only_pointed_elsewhere(kernel):
     assert address == Y.data_ptr()
 
 
+class LauncherInC:
+    """Stands in for Triton 3.6's launcher of a kernel with descriptors: `launch` is a function that
+    takes them apart, around one in C."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    def __init__(self, record) -> None:
+        launcher = self.record = record
+        self.launch = lambda *args: launcher("taken apart", *args)
+
+    def __call__(self, *args) -> None:
+        self.record("Triton's own way")
+
+
+@pytest.fixture
+def in_c(kernel, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What the function in C is called with, on a machine where descriptors are kept taken
+    apart: a descriptor's address, and how many had been taken apart with it."""
+    from triton.backends.nvidia import driver
+
+    made = []
+
+    def make(descriptor: Described, metadata) -> list:
+        made.append(descriptor.base.data_ptr())
+        return [f"{metadata} {made[-1]} {len(made)}", *descriptor.shape]
+
+    calls: list[tuple] = []
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    monkeypatch.setattr(triton_launch, "CAN_RUN_EXPANDED", True)
+    monkeypatch.setattr(triton_launch, "_expanded", {})
+    kernel.compiled.run = LauncherInC(lambda *args: calls.append(args))
+    kernel.compiled.metadata = SimpleNamespace(tensordesc_meta=["map of"])
+    return calls
+
+
+def described(t: torch.Tensor) -> Described:
+    return Described(t, tuple(t.shape))
+
+
+def test_what_triton_makes_of_a_descriptor_is_kept_by_address(kernel, in_c, monkeypatch):
+    launch = Launch(kernel, DEVICE, 5, SCALARS, describe=(described,), **OPTIONS)
+    launch(X, Y)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for t in (x, y, x):
+        launch(t, Y)
+    same = (5, 1, 1, STREAM, "function", False, False, None, None, "metadata", None, None, None)
+    after = (64, Y.data_ptr(), *SCALARS, 16, True)
+    expected = [f"map of {x.data_ptr()} 1", f"map of {y.data_ptr()} 2", f"map of {x.data_ptr()} 1"]
+    assert in_c == [(*same, made, *after) for made in expected]
+    other = Launch(kernel, DEVICE, 5, SCALARS, describe=(described,), **OPTIONS)
+    other(X, Y)
+    other(x, Y)  # of other strides, it may be
+    assert in_c[-1][13] == f"map of {x.data_ptr()} 3"
+    monkeypatch.setattr(triton_launch, "MAX_EXPANDED", 4)
+    kept_alive = [torch.zeros(64) for _ in range(10)]
+    for t in kept_alive:
+        launch(t, Y)
+        assert len(triton_launch._expanded) <= 4
+    assert in_c[-1][13] == f"map of {t.data_ptr()} 13"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+        {"launch_pdl": True},
+        {"launch": print},
+        {"tensordesc_meta": [None]},
+        {"CAN_RUN_EXPANDED": False},
+    ],
+    ids=lambda what: next(iter(what)),
+)
+def test_what_nothing_is_known_of_triton_takes_apart_itself(kernel, in_c, monkeypatch, what):
+    for name, value in what.items():
+        for place in (kernel.compiled.run, kernel.compiled.metadata, triton_launch):
+            if hasattr(place, name):
+                monkeypatch.setattr(place, name, value)
+    launch = Launch(kernel, DEVICE, 5, SCALARS, describe=(described,), **OPTIONS)
+    launch(X, Y)
+    launch(X, Y)
+    assert in_c == [("Triton's own way",)]
+
+
 def test_a_launch_keeps_no_tensor_alive(kernel):
     x = torch.zeros(64)
     launch = Launch(kernel, DEVICE, 5, SCALARS, describe=(lambda t: Described(t, ()),), **OPTIONS)
@@ -142,15 +229,6 @@ def test_a_launch_keeps_no_tensor_alive(kernel):
     reference = weakref.ref(x)
     del x
     assert reference() is None
-
-
-def test_what_is_remembered_of_attention_keeps_no_tensor_alive(remembering):
-    calls = _calls()
-    attention_results("triton", **calls["nothing"])
-    references = [weakref.ref(calls["nothing"][name]) for name in "qkv"]
-    calls.clear()
-    assert kept._remembered
-    assert [reference() for reference in references] == [None] * 3
 
 
 def test_on_another_device_than_the_current_one(kernel):
@@ -213,118 +291,6 @@ def test_an_unknown_triton_goes_its_own_way(kernel, monkeypatch):
     launch(X, Y)
     launch(X, Y)
     assert len(kernel.asked) == 2
-
-
-def test_not_more_is_remembered_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(kept, "_remembered", {})
-    monkeypatch.setattr(kept, "MAX_REMEMBERED", 3)
-    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
-    for n in range(10):
-        assert remembered((n,)) is None
-        assert remember((n,), str(n)) == str(n)
-        assert remembered((n,)) == str(n)
-        assert len(kept._remembered) <= 3
-    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", True)  # where tiles depend on more
-    assert remember(("new",), "launch") == "launch"
-    assert remembered(("new",)) is None
-
-
-# What is remembered of a call
-
-
-@pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter too, where a launch told apart too little has the wrong strides."""
-    monkeypatch.setattr(kept, "_remembered", {})
-    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", False)
-
-
-def other_strides(t: torch.Tensor) -> torch.Tensor:
-    """t's values, with its last dim the outermost in memory."""
-    return t.detach().movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def attention_results(kernel, q, k, v, dout, dlse, needs, **settings) -> list[torch.Tensor]:
-    """out, lse, and the gradients that are needed."""
-    leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
-    out, lse = attention(*leaves, kernel=kernel, return_lse=True, **settings)
-    results, grads = ((out, lse), (dout, dlse)) if dlse is not None else ((out,), (dout,))
-    wanted = [t for t in leaves if t.requires_grad]
-    return [out, lse, *torch.autograd.grad(results, wanted, grads)]
-
-
-def _calls() -> dict[str, dict]:
-    """By what they differ in from the first: the arguments of attention_results."""
-    device = _probe.device.type
-    # Cut out of longer ones, so that their lengths can change and their strides stay.
-    long_q, long_k, long_v = make_qkv(2, 2, 1, 12, 12, 16, device=device)
-    q, k, v = long_q[:, :, :8], long_k[:, :, :8], long_v[:, :, :8]
-    dout, dlse = torch.randn(2, 2, 8, 16, device=device), torch.randn(2, 2, 8, device=device)
-    first = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "needs": (True, True, True)}
-    others: dict[str, dict] = {
-        "nothing": {},
-        "q's strides": {"q": other_strides(q)},
-        "heads of q that are one": {"q": q[:, :1].expand(2, 2, 8, 16)},  # whose out is as before
-        "k's strides": {"k": other_strides(k)},
-        "v's strides": {"v": other_strides(v)},
-        "dout's strides": {"dout": other_strides(dout)},
-        "dlse's strides": {"dlse": dlse.mT.contiguous().mT},
-        "dlse": {"dlse": None},
-        "Skv": {"k": long_k, "v": long_v},
-        "scale": {"scale": 0.7},
-        "no causal rule": {"is_causal": False},
-        "no dq": {"needs": (False, True, True)},
-        "no dk": {"needs": (True, False, True)},
-        "no dv": {"needs": (True, True, False)},
-        "Sq": {"q": q[:, :, :5], "dout": dout[:, :, :5], "dlse": dlse[..., :5]},
-    }
-    return {name: first | other for name, other in others.items()}
-
-
-def test_calls_of_attention_that_differ_are_told_apart(remembering):
-    calls = _calls()
-    for name, call in calls.items():
-        attention_results("triton", **calls["nothing"])
-        actual = attention_results("triton", **call)
-        expected = attention_results("reference", **call)
-        for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
-    number = len(kept._remembered)
-    attention_results("triton", **calls["nothing"])
-    assert len(kept._remembered) == number > len(calls)
-
-
-def test_gradients_that_lie_otherwise_are_told_apart(remembering, monkeypatch):
-    call = _calls()["nothing"]
-
-    def apart(q, k, v, needs):
-        return tuple(other_strides(torch.empty_like(t)) for t in (q, k, v))
-
-    expected = attention_results("triton", **call)
-    monkeypatch.setattr(triton_attention, "empty_grads", apart)
-    actual = attention_results("triton", **call)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_calls_of_softmax_that_differ_are_told_apart(remembering):
-    scores = torch.randn(6, 40, device=_probe.device)
-    grad = torch.randn_like(scores)
-    for x, dy, is_causal in (
-        (scores, grad, False),
-        (other_strides(scores), grad, False),
-        (scores, other_strides(grad), False),
-        (scores, grad, True),
-        (scores[:, :30], grad[:, :30], False),
-        (scores[:5], grad[:5], False),
-    ):
-        results = []
-        for kernel in ("triton", "reference"):
-            leaf = x.detach().requires_grad_()
-            y = softmax(leaf, is_causal=is_causal, kernel=kernel)
-            results.append((y, *torch.autograd.grad(y, leaf, dy)))
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -406,3 +372,20 @@ def test_warm_launches_of_other_lengths_addresses_and_layouts():
             torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
             rows = softmax(q, kernel="triton")
             torch.testing.assert_close(rows, q.softmax(-1), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])  # which are read by TMA on Hopper
+@pytest.mark.parametrize("max_expanded", [5, 8192])
+def test_warm_launches_at_new_addresses_and_of_new_values_at_old_ones(D, max_expanded, monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_EXPANDED", max_expanded)
+    places = torch.empty(3, 4, 2, 2, 70, D, device="cuda", dtype=torch.half)
+    for place in (0, 1, 0, 2, 1, 0):
+        *inputs, dout = places[place].normal_()
+        results = []
+        for kernel in ("triton", "reference"):
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            out = attention(*leaves, kernel=kernel)
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
