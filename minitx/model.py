@@ -25,10 +25,9 @@ from torch import nn
 from minitx.embedding import Embedding
 from minitx.gelu import gelu
 from minitx.kernels import ATTENTION_KERNELS, attention, linear_cross_entropy, packed_attention
-from minitx.norm import kept_of_norm, norm_linear, product_dtype, run_norm
+from minitx.norm import kept_of_norm, norm_linear, run_norm
 from minitx.recompute import BLOCKS_AN_UP, Recompute, checkpointed
 from minitx.rope import RopeScaling, RotaryEmbedding, inverse_frequencies
-from minitx.weights import NO_WEIGHTS, BlockWeights, fold_weights, linear
 
 INIT_STD = 0.02
 
@@ -176,19 +175,17 @@ class Attention(nn.Module):
         norm: nn.Module,
         rope: RotaryEmbedding | None,
         cache: KVCache | None,
-        qkv: torch.Tensor | None = None,
-        proj: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of norm(x) [B, S, E]. qkv, proj: the weights as products read them."""
-        fused = norm_linear(norm, self.qkv, kept_of_norm(norm, x, qkv), qkv, self.recompute)
+        """Attention of norm(x) [B, S, E]."""
+        fused = norm_linear(norm, self.qkv, kept_of_norm(norm, x), self.recompute)
         fused = rearrange(fused, "b s (h d) -> b s h d", d=self.head_dim)
         if self.recompute == "selective" and cache is None:  # which is not to be written twice
             out = checkpointed(self._attend, fused, rope, cache)
-            return checkpointed(self._project, out, proj)
-        return self._project(self._attend(fused, rope, cache), proj)
+            return checkpointed(self._project, out)
+        return self._project(self._attend(fused, rope, cache))
 
-    def _project(self, out: torch.Tensor, proj: torch.Tensor | None) -> torch.Tensor:
-        return linear(self.proj, rearrange(out, "b h s d -> b s (h d)"), proj)
+    def _project(self, out: torch.Tensor) -> torch.Tensor:
+        return self.proj(rearrange(out, "b h s d -> b s (h d)"))
 
     def _attend(
         self, fused: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
@@ -222,31 +219,20 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, width * (2 if self.gated else 1), bias=config.bias)
         self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm: nn.Module,
-        up: torch.Tensor | None,
-        proj: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The MLP of norm(x) [B, S, E]. up, proj: the weights as products read them."""
-        kept = kept_of_norm(norm, x, up)
+    def forward(self, x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """The MLP of norm(x) [B, S, E]."""
+        kept = kept_of_norm(norm, x)
         if self.recompute != "selective":
-            return self._down(norm_linear(norm, self.up, kept, up), proj)
+            return self._down(norm_linear(norm, self.up, kept))
         if self.makes_up_again:
-            return checkpointed(
-                lambda z, up, proj: self._down(norm_linear(norm, self.up, z, up), proj),
-                kept,
-                up,
-                proj,
-            )
-        return checkpointed(self._down, norm_linear(norm, self.up, kept, up, self.recompute), proj)
+            return checkpointed(lambda z: self._down(norm_linear(norm, self.up, z)), kept)
+        return checkpointed(self._down, norm_linear(norm, self.up, kept, self.recompute))
 
-    def _down(self, h: torch.Tensor, proj: torch.Tensor | None) -> torch.Tensor:
+    def _down(self, h: torch.Tensor) -> torch.Tensor:
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
-            return linear(self.proj, F.silu(gate) * h, proj)
-        return linear(self.proj, gelu(h), proj)
+            return self.proj(F.silu(gate) * h)
+        return self.proj(gelu(h))
 
 
 class Block(nn.Module):
@@ -261,15 +247,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rope: RotaryEmbedding | None,
-        cache: KVCache | None,
-        weights: BlockWeights,
+        self, x: torch.Tensor, rope: RotaryEmbedding | None, cache: KVCache | None
     ) -> torch.Tensor:
-        attn = self.attn(x, self.attn_norm, rope, cache, weights.qkv, weights.attn_proj)
-        x = x + self.dropout(attn)
-        return x + self.dropout(self.mlp(x, self.mlp_norm, weights.up, weights.mlp_proj))
+        x = x + self.dropout(self.attn(x, self.attn_norm, rope, cache))
+        return x + self.dropout(self.mlp(x, self.mlp_norm))
 
 
 class GPT(nn.Module):
@@ -368,21 +349,14 @@ class GPT(nn.Module):
             x = x + self.pos_embd.weight[start : start + S]
         x = self.dropout(x)
         draws_random = self.training and self.config.dropout > 0
-        for block, weights in zip(self.blocks, self._weights(x), strict=True):
+        for block in self.blocks:
             if self.recompute == "full" and cache is None:
-                x = checkpointed(block, x, self.rope, cache, weights, draws_random=draws_random)
+                x = checkpointed(block, x, self.rope, cache, draws_random=draws_random)
             else:
-                x = block(x, self.rope, cache, weights)
+                x = block(x, self.rope, cache)
         if cache is not None:
             cache.length += S
         return run_norm(self.norm, x)
-
-    def _weights(self, x: torch.Tensor) -> list[BlockWeights]:
-        """What the blocks are given of their weights: nothing outside of compiled code, where
-        autocast casts them, and a norm does not hand its scale on."""
-        if torch.compiler.is_compiling():
-            return fold_weights(self.blocks, product_dtype(x))
-        return [NO_WEIGHTS] * len(self.blocks)
 
     def forward(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """tokens [B, S] int64 -> logits [B, S, V]. logits[:, i] predict the token after tokens[:,

@@ -23,27 +23,19 @@ from minitx.recompute import Recompute, checkpointed
 Norm = nn.LayerNorm | nn.RMSNorm
 
 
-def kept_of_norm(norm: nn.Module, x: torch.Tensor, folded: torch.Tensor | None) -> torch.Tensor:
-    """What norm_linear reads of x, and keeps for its backward: z where it has folded weights."""
-    if folded is None:
+def kept_of_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What norm_linear reads of x, and keeps for its backward: z in compiled code, else x."""
+    if not torch.compiler.is_compiling() or not isinstance(norm, Norm):
         return x
-    assert isinstance(norm, Norm)
     return _normalised(norm, x)
 
 
 def norm_linear(
-    norm: nn.Module,
-    linear: nn.Linear,
-    kept: torch.Tensor,
-    folded: torch.Tensor | None,
-    recompute: Recompute = "none",
+    norm: nn.Module, linear: nn.Linear, kept: torch.Tensor, recompute: Recompute = "none"
 ) -> torch.Tensor:
-    """linear(norm(x)) of kept_of_norm(norm, x, folded).
-
-    folded: linear's weights with the norm's scale, which compiled code is given (weights.py).
-    recompute: selective makes again what is neither kept nor the result.
-    """
-    if folded is None:
+    """linear(norm(x)) of kept_of_norm(norm, x). recompute: selective makes again what is neither
+    kept nor the result."""
+    if not torch.compiler.is_compiling() or not isinstance(norm, Norm):
         if recompute == "selective":
             return checkpointed(lambda x: linear(norm(x)), kept)
         return linear(norm(kept))
@@ -51,14 +43,15 @@ def norm_linear(
     if shift is not None:
         shifted = (weight * shift).sum(-1)
         bias = shifted if bias is None else shifted + bias
+    if recompute == "selective":
+        folded = checkpointed(_fold, weight, norm.weight, kept.dtype)
+    else:
+        folded = _fold(weight, norm.weight, kept.dtype)
     return F.linear(kept, folded, None if bias is None else bias.to(kept.dtype))
 
 
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """What a product with x is computed in: autocast's dtype, where it is on."""
-    device_type = x.device.type
-    is_cast = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
+def _fold(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return (weight if scale is None else weight * scale).to(dtype)
 
 
 def run_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +65,9 @@ def run_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _normalised(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-    dtype = product_dtype(x)
+    device_type = x.device.type
+    is_cast = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else x.dtype
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return _Normalise.apply(x, isinstance(norm, nn.LayerNorm), eps, dtype)
 

@@ -5,8 +5,7 @@
                 first product, and dropout's masks; norms, RoPE and activation functions are made
                 again from those. One product is, too: the MLP's first in one of BLOCKS_AN_UP
                 blocks, whose result is the largest of all. Under torch.compile norms keep their own
-                result, which in 16 bits is half as large as their input (norm.py), and so are
-                weights kept as products read them (weights.py)
+                result, which in 16 bits is half as large as their input (norm.py)
     full        keeps the block's input and attention's results; the other products are made again,
                 too, but attention, whose cost grows with the square of the context, never is
 
@@ -31,8 +30,8 @@ from torch.utils.checkpoint import (
 )
 
 Recompute = Literal["none", "selective", "full"]
-# With one of four, GPT-2 124M's peak is half of that of nanoGPT's model (benchmarks/NOTES.md).
-BLOCKS_AN_UP = 4
+# With one of six, GPT-2 124M's peak is half of that of nanoGPT's model (benchmarks/NOTES.md).
+BLOCKS_AN_UP = 6
 
 aten = torch.ops.aten
 # PyTorch's fused attention, by backend. Those of this project are told by their names, since an op

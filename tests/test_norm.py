@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.norm import kept_of_norm, norm_linear, product_dtype, run_norm
+from minitx.norm import kept_of_norm, norm_linear, run_norm
 from minitx.recompute import Recompute
-from minitx.weights import cast_weights, scale_weights
 
 TOKENS, WIDTH, OUT = 24, 40, 56
 
@@ -38,11 +37,7 @@ def run(function, layers: nn.ModuleList, x: torch.Tensor, weight: torch.Tensor):
 
 
 def together(norm: nn.Module, linear: nn.Linear, x: torch.Tensor, recompute: Recompute = "none"):
-    if norm.weight is None:
-        (folded,) = cast_weights([linear.weight], product_dtype(x))
-    else:
-        (folded,) = scale_weights([linear.weight], [norm.weight], product_dtype(x))
-    return norm_linear(norm, linear, kept_of_norm(norm, x, folded), folded, recompute)
+    return norm_linear(norm, linear, kept_of_norm(norm, x), recompute)
 
 
 def compiled(function):
