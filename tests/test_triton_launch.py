@@ -32,6 +32,7 @@ class Compiled:
     """Stands in for what Triton compiled, and records what it is run with."""
 
     function, packed_metadata = "function", "metadata"
+    metadata = SimpleNamespace(tensordesc_meta=[None])  # of a descriptor that nothing is known of
 
     def __init__(self) -> None:
         self.runs = []
