@@ -60,6 +60,7 @@ __device__ __forceinline__ void hand_in(int barrier) {
 __device__ __forceinline__ void wait_for_hand_in(int barrier) {
   asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void settle() { asm volatile("" ::: "memory"); }
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
@@ -184,6 +185,7 @@ def build_attention_bwd_hopper(
             wgmma.store_own_rows(dq_16, dq_rounded, 0)
         else:
             T.copy(dq_acc, dq_tile)
+        call("settle")  # or the compiler might move stores past the fence
         T.fence_proxy_async()
         call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
 

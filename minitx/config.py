@@ -125,8 +125,8 @@ class TrainConfig:
     """Compile the model with torch.compile."""
     recompute: Recompute = "none"
     """Activation checkpointing: which activations of a block are not kept for the backward but made
-    again in it. selective: norms and activation functions, and one product of 16 (the MLP's first
-    in every fourth block); full: all but attention."""
+    again in it. selective: norms and activation functions, and one product of 24 (the MLP's first
+    in every sixth block); full: all but attention."""
     deterministic: bool = False
     """Give the same bits in every run on the same machine, or refuse a kernel that cannot."""
     model: GPTConfig = field(default_factory=GPTConfig)

@@ -7,6 +7,7 @@ buffers, of dout in two: from the fourth tile, or the third, on a buffer is fill
 
 import itertools
 import math
+import re
 import shutil
 
 import pytest
@@ -164,6 +165,9 @@ def test_it_is_what_it_is_meant_to_be():
     position = source.index("wgmma_rs<", stored)
     assert "wgmma_ss<" not in source[stored:position]
     assert position < source.index("fence_proxy_async", stored) < source.index("let_go(", stored)
+    # Plain stores of dq stay ahead of their fence, which by itself orders nothing for the compiler.
+    handed = r"settle\(\);\s+tl::fence_proxy_async\(\);\s+hand_in\("
+    assert len(re.findall(handed, source)) == 2
     # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
     order_of_calls = [turn, "fence_proxies(", "dq_read[", "load_tile(", "rounded_read[", "dq_free["]
