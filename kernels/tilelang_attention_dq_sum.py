@@ -21,7 +21,8 @@ within a block, over its steps, every wait ends.
 A tile goes in halves of 64 x 64, one of each warpgroup.
 
 Memory that one proxy (threads, or the copy engine) has written and another reads needs a fence
-between: on both sides of a turn, as it is threads that wait and the copy engine that adds.
+between: before a turn ends, and after one whose sum is then brought, as it is threads that wait and
+the copy engine that reads. To add, which L2 does once the sum before is there, none is needed.
 """
 
 from typing import Any
