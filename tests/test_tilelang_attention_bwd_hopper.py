@@ -433,7 +433,7 @@ def test_sums_of_more_than_2_to_the_31_elements():
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
     whole = run_attention("tilelang", q, k, v, dout, is_causal=True)
     for i in (0, 2055):
-        # Of all heads: which of them are late, and so the order of a sum, hangs on how many they are.
+        # Of all heads: which of them are late, and so a sum's order, hangs on how many there are.
         part = run_attention("tilelang", *(t[i : i + 1] for t in (q, k, v, dout)), is_causal=True)
         for name in GRADS:
             assert torch.equal(getattr(whole, name)[i : i + 1], getattr(part, name)), name
