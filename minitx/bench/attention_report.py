@@ -139,12 +139,14 @@ def print_tables(rows: Sequence[CsvRow]) -> None:
 
 def plot(csv_path: Path, png_path: Path) -> bool:
     """TFLOP/s by length: a row of panels for each pass, a column for each head dim and group.
-    Where only the host's time was measured there is nothing to draw: returns whether there was."""
+    `auto` has no line where there are others, as it would lie on one of them. Where only the host's
+    time was measured there is nothing to draw: returns whether there was."""
     from matplotlib.figure import Figure
 
     rows = [r for r in common.read_csv(csv_path) if is_speed(r)]
     if not rows:
         return False
+    rows = [r for r in rows if r["kernel"] != "auto"] or rows
     panels = distinct(panel_of(r) for r in rows)
     passes = [name for name in distinct(r["pass"] for r in rows) if name != "both"] or ["both"]
     size = (5.5 * len(panels) + 1.5, 3.8 * len(passes) + 0.4)
