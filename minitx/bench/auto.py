@@ -45,9 +45,8 @@ def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
     found: dict[int, list[Choice]] = {}
     lengths: dict[int, int] = {}
     for (head_dim, length), measured in sorted(times.items()):
-        uses = [("forward",), ("both",)]
-        if all(name != "both" for _, name in measured):
-            uses[1] = ("forward", "backward")
+        has_both = any(name == "both" for _, name in measured)
+        uses = ("forward",), ("both",) if has_both else ("forward", "backward")
         fastest = []
         for among in (UNMEASURED, UNMEASURED_LSE):
             for names in uses:
