@@ -42,7 +42,7 @@ Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
 WORKERS = 256  # threads that compute
 ADDERS = 3  # warps that add tiles of dq to memory
 # Named barriers; TileLang takes number 1 for its own.
-FULL = 2  # at FULL + 2 * i + j adder i waits for its half of dq from warpgroup j
+FULL = 2  # at FULL + 2 * i + j adder i (a warp) waits for its half of dq from warpgroup j
 MEET = FULL + 2 * ADDERS  # the warpgroups that compute
 GO = MEET + 1  # at GO + i warpgroup i waits for the other one
 
@@ -60,7 +60,6 @@ __device__ __forceinline__ void hand_in(int barrier) {
 __device__ __forceinline__ void wait_for_hand_in(int barrier) {
   asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void settle() { asm volatile("" ::: "memory"); }
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
@@ -185,8 +184,7 @@ def build_attention_bwd_hopper(
             wgmma.store_own_rows(dq_16, dq_rounded, 0)
         else:
             T.copy(dq_acc, dq_tile)
-        call("settle")  # or the compiler might move stores past the fence
-        T.fence_proxy_async()
+        wgmma.fence_stores()
         call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
@@ -384,7 +382,7 @@ def build_attention_bwd_hopper(
                     await_product(1, dp, score_regs)
                     differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
                     add_product(dk_acc, ds, q_tile, stage)
-                    T.fence_proxy_async()
+                    wgmma.fence_stores()
                     call("let_go", warpgroup, GO)
                     await_product(1, dv_acc, acc_regs)
                     release(dout_free, other)
@@ -404,7 +402,7 @@ def build_attention_bwd_hopper(
                 hand_over(dq_acc, dq_16, dq_tiles, dq_free, steps - 1, warpgroup, ends, scale)
                 T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
                 T.copy(dk_acc, k_tile)
-                T.fence_proxy_async()
+                wgmma.fence_stores()
                 T.sync_threads(MEET, WORKERS)
                 T.copy(k_tile, dk[batch, kv_head, keys, 0:HEAD_DIM])
                 T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])

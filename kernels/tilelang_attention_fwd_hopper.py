@@ -115,7 +115,7 @@ def build_attention_fwd_hopper(
         if qk_scale <= 0.0:  # at 0 what is infinite becomes NaN, as it should
             for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                 q_tile[stage, i, d] *= T.if_then_else(qk_scale < 0.0, -1.0, 0.0)
-            T.fence_proxy_async()
+            wgmma.fence_stores()
             T.sync_threads(CONSUMERS, threads)
 
     @T.macro
@@ -396,7 +396,7 @@ def build_attention_fwd_hopper(
                         wgmma.store_own_rows(rounded, q_tile, q_stage)
                     else:
                         T.copy(acc, q_tile[q_stage, :, :])
-                    T.fence_proxy_async()
+                    wgmma.fence_stores()
                     T.sync_threads(FIRST_WARPGROUP + warpgroup, WARPGROUP)
                     row = warpgroup * 64
                     for c in T.unroll(HEAD_DIM // panel):

@@ -20,6 +20,7 @@ panels of 64 columns: rows of 128 bytes, swizzled. Nothing infers layouts from t
 from typing import Any, NamedTuple
 
 HELPERS = r"""
+__device__ __forceinline__ void settle() { asm volatile("" ::: "memory"); }
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ int read_anew(int value) {
   asm volatile("" : "+r"(value));
@@ -154,6 +155,20 @@ def store_own_rows(fragment: Any, tile: Any, stage: Any, is_hidden: bool = False
         start = T.address_of(tile[stage, 0, 0])
     arguments = (function, start, fragment.data)
     return T.evaluate(T.call_extern("void", *arguments))  # type: ignore[attr-defined]
+
+
+def fence_stores() -> Any:
+    """What this thread has stored in shared memory is there for products and the copy engine, once
+    a barrier has told who asks for them. TileLang's fence alone orders nothing for the compiler,
+    which might move stores past it."""
+    import tilelang.language as T
+
+    @T.macro
+    def fence():
+        T.evaluate(T.call_extern("void", "settle"))  # type: ignore[attr-defined]
+        T.fence_proxy_async()
+
+    return fence()
 
 
 def lay_out(tiles: tuple, fragments: tuple) -> None:
