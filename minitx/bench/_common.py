@@ -21,7 +21,7 @@ from minitx.versions import package_version
 Row = dict[str, Any]
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # each way; far beyond any cache
-FEWEST_WRITES, MOST_WRITES = 2, 16  # of so many bytes before a timed run: 0.25 ms each on an H200
+FEWEST_WRITES, MOST_WRITES = 2, 16  # of as many bytes, before a run that is timed on a GPU
 TABLE_WIDTH = 100
 
 
@@ -49,8 +49,8 @@ def _device_ms(call: Callable[[], object], device: str, budget_ms: float) -> lis
     """Milliseconds on the GPU of single runs of `call`; the budget has room for the writes.
 
     A run counts if all of it was launched before the GPU came to it: on a busy machine the host may
-    be late, and the GPU waits. Where most runs are late more is written before each, as long as
-    that helps; a call that waits for the GPU by itself is late whatever is written, and counts."""
+    be late, and the GPU waits. Where most runs are late, more is written before each. All count if
+    that does not help, as for a call that itself waits for the GPU."""
     written = torch.empty(COPY_BYTES["cuda"], dtype=torch.uint8, device=device)
 
     def run(writes: int) -> tuple[torch.cuda.Event, torch.cuda.Event, bool]:
@@ -62,23 +62,22 @@ def _device_ms(call: Callable[[], object], device: str, budget_ms: float) -> lis
         end.record()
         return start, end, not start.query()
 
-    def timed(runs: int, writes: int) -> tuple[list[float], list[float], float]:
-        began = time.perf_counter()
+    def timed(runs: int, writes: int) -> tuple[list[float], bool]:
+        """Times, and whether they are of most runs, in time, or else of all."""
         events = [run(writes) for _ in range(runs)]
         synchronize(device)
-        seconds = time.perf_counter() - began
-        times = [(start.elapsed_time(end), in_time) for start, end, in_time in events]
-        return [t for t, in_time in times if in_time], [t for t, _ in times], seconds
+        in_time = [e for e in events if e[2]]
+        are_most = 2 * len(in_time) > runs
+        return [e[0].elapsed_time(e[1]) for e in (in_time if are_most else events)], are_most
 
     writes = FEWEST_WRITES
     timed(3, writes)  # which warms up
-    while True:
-        in_time, _, seconds = timed(3, writes)
-        if len(in_time) > 1 or writes >= MOST_WRITES:
-            break
+    began = time.perf_counter()
+    while not timed(3, writes)[1] and writes < MOST_WRITES:
         writes *= 2
-    in_time, samples, _ = timed(max(int(budget_ms / 1e3 / (seconds / 3)), 5), writes)
-    return in_time if 2 * len(in_time) > len(samples) else samples
+        began = time.perf_counter()
+    seconds = (time.perf_counter() - began) / 3
+    return timed(max(int(budget_ms / 1e3 / seconds), 5), writes)[0]
 
 
 def sample_ms(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> list[float]:

@@ -47,18 +47,11 @@ def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
     for (head_dim, length), measured in sorted(times.items()):
         has_both = any(name == "both" for _, name in measured)
         uses = ("forward",), ("both",) if has_both else ("forward", "backward")
-        fastest = []
-        for among in (UNMEASURED, UNMEASURED_LSE):
-            for names in uses:
-                totals = {
-                    k: sum(measured[k, name] for name in names)
-                    for k in among
-                    if all((k, name) in measured for name in names)
-                }
-                if not totals:
-                    lacking = f"no '{names[-1]}' of {', '.join(among)} at {length} tokens"
-                    raise ValueError(lacking)
-                fastest.append(min(totals, key=lambda k: totals[k]))
+        fastest = [
+            _fastest(measured, among, names, length)
+            for among in (UNMEASURED, UNMEASURED_LSE)
+            for names in uses
+        ]
         previous = found.setdefault(head_dim, [])
         if not previous:
             previous.append(Choice(0, *fastest))
@@ -67,6 +60,23 @@ def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
             previous.append(Choice(start, *fastest))
         lengths[head_dim] = length
     return {head_dim: tuple(of_dim) for head_dim, of_dim in found.items()}
+
+
+def _fastest(
+    measured: dict[tuple[str, str], float],
+    among: Sequence[str],
+    names: Sequence[str],
+    length: int,
+) -> str:
+    """The kernel whose passes `names` take least together."""
+    totals = {
+        kernel: sum(measured[kernel, name] for name in names)
+        for kernel in among
+        if all((kernel, name) in measured for name in names)
+    }
+    if not totals:
+        raise ValueError(f"no '{names[-1]}' of {', '.join(among)} at {length} tokens")
+    return min(totals, key=lambda kernel: totals[kernel])
 
 
 def main(argv: list[str]) -> int:
