@@ -36,6 +36,9 @@ Rules that keep it right:
   checked, whatever the sizes (tile-ai/tilelang#1325 and #1697 are checks of constant strides).
 - A stride or size variable belongs to one kernel: two tensors may share it only if they agree.
 - Compiler options are part of the builder: `T.annotate_pass_configs({...})` in the prim_func.
+- What a builder gives depends on its key and on constants and functions of this package, and on
+  nothing else, such as an environment variable: a later process finds the kernel by these alone
+  (`tilelang_found.py`).
 """
 
 import functools
@@ -50,6 +53,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minitx.kernels import tilelang_found
 from minitx.kernels.errors import KernelUnavailableError
 
 logger = logging.getLogger("minitx")
@@ -111,6 +115,8 @@ class Kernel:
         To call `compiled` is to pass through Python that makes outputs, of which our kernels have
         none, and that, after a compile, looks through all of TileLang's modules at every call.
         """
+        if isinstance(self._compiled, tilelang_found.FoundKernel):
+            return self._compiled.main
         return self._compiled.adapter.get_exportable_executable()["main"]
 
     @property
@@ -122,9 +128,9 @@ class Kernel:
 _kernels: dict[tuple, Kernel] = {}
 _locks: dict[tuple, threading.Lock] = {}
 _locks_guard = threading.Lock()
-# One thread at a time: TileLang reads a builder's source by ast.parse, of which Python 3.11 takes
-# two at once for an error in its own recursion (python/cpython#106905). A compile takes its time
-# later.
+# One thread at a time imports TileLang and runs a builder. TileLang reads a builder's source by
+# ast.parse, of which Python 3.11 takes two at once for an error in its own recursion
+# (python/cpython#106905). A compile takes its time later.
 _building = threading.Lock()
 
 
@@ -145,7 +151,8 @@ def get_kernel(
 
     Threads that ask for one kernel at once wait for one compile; different kernels compile side by
     side. TileLang keeps what it compiled in TILELANG_CACHE_DIR (~/.tilelang/cache), which it fills
-    by renaming whole folders, so processes may share it.
+    by renaming whole folders, so processes may share it. What is found there needs no TileLang,
+    and starts nothing of what `soon` gives.
 
     Raises:
         KernelUnavailableError: tilelang, nvcc or the C++ compiler fails; one line says why.
@@ -179,7 +186,6 @@ def get_kernels(device: torch.device, requests: list[Request]) -> list[Kernel]:
     found = [_kernels.get((build, device, *key.items())) for build, key in requests]
     if None not in found:
         return found  # type: ignore[return-value]
-    _import_tilelang()  # once, not by several threads at a time
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(
             pool.map(lambda request: get_kernel(request[0], device, **request[1]), requests)
@@ -222,9 +228,11 @@ def _target(device: torch.device) -> Target:
 def _compile(
     build: Callable[..., Any], target: Target, key: dict[str, Any], when_built: Callable[[], None]
 ) -> Kernel:
-    tilelang = _import_tilelang()
+    if found := tilelang_found.find(build, target, key):
+        return Kernel(found, target, [])
     started = time.perf_counter()
     with _building:
+        tilelang = _import_tilelang()
         func = build(_language(target), **key)
     when_built()
     stride_slots: list[tuple[int, int]] = []
@@ -242,7 +250,9 @@ def _compile(
             f"here: {first_line}"
         ) from error
     logger.debug("compiled %s %s in %.1f s", build.__name__, key, time.perf_counter() - started)
-    return Kernel(compiled, target, stride_slots)
+    tilelang_found.note(build, target, key, compiled)
+    # Its host's part is compiled already, in the cache; TileLang would do so again.
+    return Kernel(tilelang_found.find(build, target, key) or compiled, target, stride_slots)
 
 
 def _import_tilelang() -> Any:
