@@ -1,15 +1,16 @@
 """What `auto` runs: the fastest kernel, by measurement where there is one.
 
 The table holds, for a GPU of a compute capability and 16-bit inputs, which kernel was fastest by
-head dim and number of keys; there is one for grouped heads and one for others. Each is drawn from
-a CSV of `python -m minitx.bench attention`, which times the kernels side by side, by `python -m
-minitx.bench auto CSV`; a test holds the two together. No table is asked where several queries,
-fewer than the keys, are causal: that was not measured, and `sdpa` would make a mask there.
+head dim and number of keys; there is one for grouped heads and one for others. Where queries are
+fewer than keys, as when a prompt is read in chunks behind a key/value cache or a token is decoded,
+other tables say it by the number of queries, too. Each is drawn from a CSV of `python -m
+minitx.bench attention`, which times the kernels side by side, by `python -m minitx.bench auto CSV`;
+a test holds the two together.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +34,28 @@ class MeasuredTable(NamedTuple):
     choices: dict[int, tuple[Choice, ...]]
 
 
+class ChunkChoice(NamedTuple):
+    """From so many keys on: the fastest kernel of a forward alone, and of those that return lse."""
+
+    min_keys: int
+    forward: str
+    forward_lse: str
+
+
+class QueriesChoice(NamedTuple):
+    """From so many queries on: the choices by the number of keys, of which there are more."""
+
+    min_queries: int
+    choices: tuple[ChunkChoice, ...]
+
+
+class ChunkTable(NamedTuple):
+    """source: where the figures are. choices: by the largest head dim that they hold for."""
+
+    source: str
+    choices: dict[int, tuple[QueriesChoice, ...]]
+
+
 # By compute capability, and whether several query heads read one key head.
 TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
     ((9, 0), False): MeasuredTable(
@@ -50,6 +73,9 @@ TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
         },
     ),
 }
+
+# The same where queries are fewer than keys.
+CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {}
 
 # In this order where nothing was measured, or what was fastest cannot run.
 UNMEASURED = ("sdpa", "triton", "tilelang", "eager")
@@ -85,27 +111,43 @@ def _fastest(
     q: torch.Tensor, k: torch.Tensor, is_causal: bool, return_lse: bool, is_training: bool
 ) -> tuple[str, str]:
     default = (UNMEASURED_LSE if return_lse else UNMEASURED)[0]
-    Sq, Skv, D = q.shape[2], k.shape[2], q.shape[3]
+    Sq, Skv = q.shape[2], k.shape[2]
+    lse = "_lse" if return_lse else ""
+    # The last query reads all keys: alone, it is told nothing by the causal rule.
+    if Sq < Skv and (is_causal or Sq == 1) and not is_training:
+        choices, why = _choices(CHUNK_TABLES, q, k)
+        if choices is not None:
+            return getattr(_last(_last(choices, Sq).choices, Skv), f"forward{lse}"), why
     if is_causal and 1 < Sq < Skv:
         return "triton", "sdpa would make a mask of Sq x Skv"
+    choices, why = _choices(TABLES, q, k)
+    if choices is None:
+        return default, why
+    return getattr(_last(choices, Skv), ("training" if is_training else "forward") + lse), why
+
+
+def _choices(tables: dict[Any, Any], q: torch.Tensor, k: torch.Tensor) -> tuple[Any, str]:
+    """Those of these inputs' GPU, grouping and head dim; or None, and why there are none."""
     capability, is_grouped = _capability(q.device), q.shape[1] != k.shape[1]
-    table = TABLES.get((capability, is_grouped)) or TABLES.get((capability, False))
+    table = tables.get((capability, is_grouped)) or tables.get((capability, False))
     if table is None:
-        return default, "no table of measurements for this GPU"
+        return None, "no table of measurements for this GPU"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return default, f"{table.source} has no figures for float32"
-    head_dim = next((d for d in sorted(table.choices) if d >= D), None)
+        return None, f"{table.source} has no figures for float32"
+    head_dim = next((d for d in sorted(table.choices) if d >= q.shape[3]), None)
     if head_dim is None:
-        return default, f"{table.source} has no figures for heads of {D}"
-    choices = table.choices[head_dim]
-    # The last choice that begins at Skv or before; the first one holds for fewer keys, too.
-    choice = choices[0]
+        return None, f"{table.source} has no figures for heads of {q.shape[3]}"
+    return table.choices[head_dim], f"fastest in {table.source}"
+
+
+def _last(choices: tuple[Any, ...], length: int) -> Any:
+    """The last that begins at this length or before; the first one holds for shorter ones, too."""
+    found = choices[0]
     for later in choices[1:]:
-        if Skv < later.min_keys:
+        if length < later[0]:
             break
-        choice = later
-    column = ("training" if is_training else "forward") + ("_lse" if return_lse else "")
-    return getattr(choice, column), f"fastest in {table.source}"
+        found = later
+    return found
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

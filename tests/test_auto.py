@@ -8,9 +8,18 @@ import torch
 
 from minitx.bench import __main__ as bench
 from minitx.bench import _common as common
-from minitx.bench.auto import choices
+from minitx.bench.auto import choices, chunk_choices
 from minitx.kernels import auto_choice
-from minitx.kernels.auto_choice import TABLES, Choice, MeasuredTable, choose_kernel
+from minitx.kernels.auto_choice import (
+    CHUNK_TABLES,
+    TABLES,
+    Choice,
+    ChunkChoice,
+    ChunkTable,
+    MeasuredTable,
+    QueriesChoice,
+    choose_kernel,
+)
 
 ROOT = Path(__file__).parent.parent
 TABLE = MeasuredTable(
@@ -97,6 +106,56 @@ def test_sdpa_is_not_chosen_where_it_would_make_a_mask(gpu):
     assert choose(tensor(100), tensor(10))[0] == "sdpa"
 
 
+CHUNK_TABLE = ChunkTable(
+    "c.csv",
+    {
+        64: (
+            QueriesChoice(0, (ChunkChoice(0, "sdpa", "tilelang"),)),
+            QueriesChoice(
+                16,
+                (ChunkChoice(0, "triton", "triton"), ChunkChoice(1000, "tilelang", "triton")),
+            ),
+        )
+    },
+)
+
+
+@pytest.fixture
+def chunk_table(gpu, monkeypatch):
+    monkeypatch.setitem(CHUNK_TABLES, ((9, 9), False), CHUNK_TABLE)
+
+
+@pytest.mark.parametrize(
+    ("Sq", "Skv", "return_lse", "expected"),
+    [
+        (1, 5000, False, "sdpa"),
+        (15, 5000, False, "sdpa"),
+        (15, 5000, True, "tilelang"),
+        (16, 999, False, "triton"),
+        (16, 1000, False, "tilelang"),
+        (999, 1000, True, "triton"),
+    ],
+)
+def test_fewer_queries_than_keys_have_a_table_of_their_own(
+    chunk_table, Sq, Skv, return_lse, expected
+):
+    chosen = choose(tensor(Sq), tensor(Skv), return_lse=return_lse)
+    assert chosen == (expected, "fastest in c.csv")
+
+
+def test_where_that_table_is_not_asked(chunk_table):
+    in_square = ("sdpa", "fastest in a.csv")
+    assert choose(tensor(20)) == in_square
+    assert choose(tensor(20), tensor(15)) == in_square
+    # sdpa makes no mask there, and was not measured so. A single query is the same either way.
+    assert choose(tensor(20), tensor(100), is_causal=False) == in_square
+    assert choose(tensor(1), tensor(100), is_causal=False) == ("sdpa", "fastest in c.csv")
+    masked = ("triton", "sdpa would make a mask of Sq x Skv")
+    assert choose(tensor(20, requires_grad=True), tensor(2000)) == masked
+    assert choose(tensor(20, D=65), tensor(2000, D=65)) == masked
+    assert choose(tensor(20, dtype=torch.float32), tensor(2000, dtype=torch.float32)) == masked
+
+
 def test_what_cannot_run_is_passed_over_and_named(gpu):
     q = tensor(1000)
     assert choose(q, unable={"tilelang"}) == ("sdpa", "'tilelang' cannot: it is out")
@@ -177,11 +236,54 @@ def test_grouped_heads_and_others_are_not_mixed():
         choices([*ROWS, *grouped])
 
 
+def chunk(kernel, queries, length, ms, **changes):
+    return row(kernel, "forward", length, ms, queries=str(queries), **changes)
+
+
+CHUNKS = [
+    *(chunk("sdpa", 1, length, 1) for length in (100, 400)),
+    *(chunk("triton", 1, length, 2) for length in (100, 400)),
+    *(chunk(kernel, 64, 100, ms) for kernel, ms in (("triton", 1), ("tilelang", 2))),
+    *(chunk(kernel, 64, 400, ms) for kernel, ms in (("triton", 2), ("tilelang", 1))),
+    *(chunk(kernel, 99, 100, ms) for kernel, ms in (("triton", 1), ("tilelang", 2))),
+    *(chunk(kernel, 99, 400, ms) for kernel, ms in (("triton", 2), ("tilelang", 1))),
+]
+CHOSEN_CHUNKS = {
+    64: (
+        QueriesChoice(0, (ChunkChoice(0, "sdpa", "triton"),)),
+        QueriesChoice(
+            8, (ChunkChoice(0, "triton", "triton"), ChunkChoice(200, "tilelang", "tilelang"))
+        ),
+    )
+}
+
+
+def test_choices_of_fewer_queries_than_keys():
+    assert chunk_choices(CHUNKS) == CHOSEN_CHUNKS
+    with pytest.raises(ValueError, match="each in its own run"):
+        chunk_choices([*CHUNKS, *ROWS])
+    as_many = [r | {"queries": r["seq_len"]} for r in ROWS]
+    assert choices(as_many) == choices(ROWS)
+
+
+def test_several_batches_count_alike():
+    """What is saved is a part of a call, however long it takes."""
+    rows = [chunk("sdpa", 8, 100, 1, batch="1"), chunk("sdpa", 8, 100, 500, batch="8")]
+    rows += [chunk("triton", 8, 100, 3, batch="1"), chunk("triton", 8, 100, 200, batch="8")]
+    assert chunk_choices(rows)[64][0].choices[0].forward == "sdpa"  # 500 < 600
+    rows[1] |= {"status": "out of memory"}
+    assert chunk_choices(rows)[64][0].choices[0].forward == "triton"
+
+
 def test_the_command(tmp_path, capsys):
     common.write_csv(tmp_path / "a.csv", ROWS)
     assert bench.main(["auto", str(tmp_path / "a.csv")]) == 0
     printed = eval("{" + capsys.readouterr().out + "}", {"Choice": Choice})
     assert printed == choices(ROWS)
+    common.write_csv(tmp_path / "a.csv", CHUNKS)
+    assert bench.main(["auto", str(tmp_path / "a.csv")]) == 0
+    names = {"QueriesChoice": QueriesChoice, "ChunkChoice": ChunkChoice}
+    assert eval("{" + capsys.readouterr().out + "}", names) == CHOSEN_CHUNKS
     common.write_csv(tmp_path / "a.csv", [r for r in ROWS if r["pass"] != "both"])
     assert bench.main(["auto", str(tmp_path / "a.csv")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -192,4 +294,13 @@ def test_the_command(tmp_path, capsys):
 def test_every_table_is_what_its_measurement_says(kind, table):
     rows = common.read_csv(ROOT / table.source)
     assert table.choices == choices(rows)
+    assert {r["q_heads"] != r["kv_heads"] for r in rows} == {kind[1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"), CHUNK_TABLES.items(), ids=lambda x: getattr(x, "source", "")
+)
+def test_every_table_of_chunks_is_what_its_measurement_says(kind, table):
+    rows = common.read_csv(ROOT / table.source)
+    assert table.choices == chunk_choices(rows)
     assert {r["q_heads"] != r["kv_heads"] for r in rows} == {kind[1]}

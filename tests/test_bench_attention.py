@@ -13,7 +13,7 @@ import worker_targets
 
 from minitx.bench import __main__ as bench
 from minitx.bench import attention as attention_bench
-from minitx.bench import attention_check, attention_measure
+from minitx.bench import attention_check, attention_measure, attention_variants
 from minitx.bench.attention import AttentionBenchConfig, make_cases, measure_all
 from minitx.bench.attention_measure import KernelOnCase, Skips, add_ratios, measure_case
 from minitx.bench.attention_report import STYLES
@@ -49,6 +49,12 @@ def test_flops():
     causal = replace(full, is_causal=True)
     assert [causal.flops(name) for name in causal.passes] == [3072, 7680, 10752]
     assert causal.flops("host forward") is None
+    # Of 8 keys the last 2 queries see 7 and 8, each counted as half a key fewer: 14.
+    chunk = replace(causal, queries=2)
+    assert [chunk.flops(name) for name in chunk.passes] == [
+        2 * 3 * 14 * 16 * n for n in (1, 2.5, 3.5)
+    ]
+    assert replace(full, queries=2).flops("forward") == 2 * 3 * 16 * 16
 
 
 def test_rows_are_checked_timed_and_set_in_relation():
@@ -74,10 +80,11 @@ def test_no_ratio_without_the_row_it_stands_on():
     assert (rows[1]["vs_sdpa"], rows[1]["vs_best_peer"]) == (None, None)
 
 
+@pytest.mark.parametrize("Sq", [11, 7])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_blocks_give_what_the_whole_gives(monkeypatch, is_causal):
-    monkeypatch.setattr(attention_check, "BLOCK_ELEMENTS", 3 * 11 * 2)  # 3 queries of 11
-    q, k, v = make_qkv(1, 2, 1, 11, 11, 4)
+def test_blocks_give_what_the_whole_gives(monkeypatch, is_causal, Sq):
+    monkeypatch.setattr(attention_check, "BLOCK_ELEMENTS", 3 * 11 * 2)  # 3 queries of 11 keys
+    q, k, v = make_qkv(1, 2, 1, Sq, 11, 4)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
     whole = {
         "oracle": oracle_attention(q, k, v, dout, is_causal=is_causal),
@@ -88,6 +95,39 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, is_causal):
         for name in ("out", "dq", "dk", "dv"):
             got, want = getattr(blocks, name), getattr(whole[how], name)
             torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+def top_left(q, k, v):
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def test_fewer_queries_than_keys(monkeypatch):
+    case = replace(CASE, queries=3, passes=("forward",))
+    rows = measure(case, "eager", "sdpa")
+    for r in rows.values():
+        assert (r["status"], r["queries"], r["seq_len"]) == ("ok", 3, 6)
+        assert r["tflop_per_s"] == pytest.approx(case.flops("forward") / r["median_ms"] / 1e9)
+    assert {r["queries"] for r in measure(CASE, "eager").values()} == {6}
+    broken(top_left, monkeypatch)
+    assert measure(case, "triton")["triton", "forward"]["status"].startswith("wrong: out")
+
+
+def test_pytorchs_own_object_for_the_last_queries():
+    """Which backends take in place of a mask: it means what this project's causal rule does."""
+    q, k, v = make_qkv(2, 4, 2, 5, 9, 8)
+    out = attention_variants._sdpa_lower_right(q, k, v)
+    torch.testing.assert_close(out, right(q, k, v))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"])
+@pytest.mark.parametrize("queries", [None, 1, 3])
+def test_backends_are_asked_without_a_mask_where_they_can_be(monkeypatch, kernel, queries):
+    asked = []
+    monkeypatch.setattr(attention_variants, "_sdpa_lower_right", lambda q, k, v: asked.append(q))
+    monkeypatch.setattr(attention_variants, "_attention", lambda *_: None)
+    make_variant(kernel, replace(CASE, queries=queries)).call("q", "k", "v")
+    assert bool(asked) == (queries == 3 and kernel in ("sdpa-flash", "sdpa-efficient"))
 
 
 class WrongGradient(torch.autograd.Function):
@@ -325,6 +365,35 @@ def test_the_shapes_of_a_gpu(quick):
         assert 16 < host.seq_len < 64  # not decoding, which has kernels of its own, and tiny
 
 
+def test_chunks_of_every_length_and_batch():
+    config = AttentionBenchConfig(
+        queries=[64, 1, 4096], seq_lens=[4096, 16384], batches=[1, 8], head_dims=[64]
+    )
+    found = [(c.seq_len, c.batch, c.queries) for c in make_cases(config, "cuda")]
+    assert found == [
+        *((4096, batch, queries) for batch in (1, 8) for queries in (64, 1)),
+        *((16384, batch, queries) for batch in (1, 8) for queries in (64, 1, 4096)),
+    ]
+    assert {c.passes for c in make_cases(config, "cuda")} == {("forward",)}
+
+
+def test_tables_of_chunks_and_no_picture(tmp_path, capsys):
+    flags = ["--queries", "1,3", "--seq_lens", "6,8", "--batches=1,2", "--heads=2", "--head_dims=4"]
+    assert run(tmp_path, *flags, "--kernels", "eager,sdpa", "--budget_ms=1") == 0
+    rows = read(tmp_path / "attention.csv")
+    assert {(r["seq_len"], r["queries"], r["batch"], r["status"]) for r in rows} == {
+        (keys, queries, batch, "ok") for keys in "68" for queries in "13" for batch in "12"
+    }
+    out = capsys.readouterr().out
+    for queries in "13":
+        title = f"forward, D 4, 2 heads, float32, causal, the last {queries} queries: TFLOP/s"
+        header, *lines = out.partition(title)[2].split("\n\n")[0].strip().splitlines()
+        assert header.split() == ["1x6", "2x6", "1x8", "2x8"]
+        assert [line.split()[0] for line in lines] == ["eager", "sdpa"]
+        assert all(len(line.split()) == 5 for line in lines)
+    assert not (tmp_path / "attention.png").exists()
+
+
 def test_the_hosts_time_alone(tmp_path, capsys):
     flags = ["--passes", "host", "--kernels", "sdpa,eager", "--head_dims", "16,32"]
     started = time.perf_counter()
@@ -364,6 +433,10 @@ def test_a_cpu_times_its_host_where_it_is_asked_to():
         (["--seq_lens", "8,0"], "--seq_lens must be 1 or more, got 0"),
         (["--heads", "0"], "--heads must be 1 or more, got 0"),
         (["--groups", "3"], "--groups 3 does not divide"),
+        (["--queries", "0"], "--queries must be 1 or more, got 0"),
+        (["--batches", "1,0"], "--batches must be 1 or more, got 0"),
+        (["--queries", "9", "--seq_lens", "8,9"], "--queries: 9 is no fewer than any of --seq"),
+        (["--queries", "4", "--passes", "both"], "--queries: only forwards are measured, got"),
         (["--plot", "nowhere.csv"], "nowhere.csv"),
         (["--kernle", "sdpa"], "unrecognized arguments: --kernle"),
     ],
@@ -392,3 +465,8 @@ def test_on_a_gpu(tmp_path):
         if r["kernel"] in ("eager", "sdpa", "triton", "tilelang"):
             assert r["status"] == "ok"
             assert r["pass"] in HOST_PASSES or float(r["peak_gib"]) > 0
+    chunks = [*flags, *out, "--overwrite", "--queries", "1,70", "--kernels", ",".join(kernels)]
+    assert bench.main(["attention", *chunks]) == 0
+    for r in read(tmp_path / "attention.csv"):
+        # That one takes no grouped heads.
+        assert r["status"] == "ok" or r["kernel"] == "sdpa-efficient"

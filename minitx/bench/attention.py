@@ -2,6 +2,7 @@
 
     python -m minitx.bench attention --quick
     python -m minitx.bench attention --kernels triton,sdpa --groups 4 --seq_lens 1024,16384
+    python -m minitx.bench attention --queries 1,256,2048 --seq_lens 4096,65536 --batches 1,8
     python -m minitx.bench attention --passes host
     python -m minitx.bench attention --passes start --kernels triton,tilelang
     python -m minitx.bench attention --plot benchmarks/attention.csv
@@ -78,6 +79,10 @@ class AttentionBenchConfig:
         seq_lens: tokens a sequence; by default 512 to 65536 on a GPU, two short ones on a CPU.
         tokens: tokens of a batch: sequences of S tokens come in batches of tokens // S, or 1; by
             default 16384 on a GPU.
+        batches: sequences of a batch; any list. By default one batch, of `tokens`.
+        queries: how many of a sequence's last tokens ask, as when a prompt is read in chunks
+            behind a key/value cache, or a token is decoded (1); any list, of which a length takes
+            those that it exceeds; forward alone. By default all do.
         head_dims: by default 64 and 128 on a GPU.
         heads: query heads; by default 2048 // head dim on a GPU.
         groups: query heads to one key head; any list.
@@ -101,6 +106,8 @@ class AttentionBenchConfig:
     kernels: list[str] = field(default_factory=list)
     seq_lens: list[int] = field(default_factory=list)
     tokens: int | None = None
+    batches: list[int] = field(default_factory=list)
+    queries: list[int] = field(default_factory=list)
     head_dims: list[int] = field(default_factory=list)
     heads: int | None = None
     groups: list[int] = field(default_factory=lambda: [1])
@@ -123,8 +130,12 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
     dtype = config.dtype or DTYPE[device]
     _known("--dtype", [dtype], tuple(DTYPES))
     default_passes = QUICK_PASSES if config.quick else [*TIMED_PASSES, HOST]
+    if config.queries:
+        default_passes = ["forward"]
     passes = config.passes or [p for p in default_passes if p != HOST or device == "cuda"]
     _known("--passes", passes, (*TIMED_PASSES, HOST, START))
+    if config.queries and passes != ["forward"]:
+        raise ValueError(f"--queries: only forwards are measured, got --passes {','.join(passes)}")
     quick_lens = QUICK_SEQ_LENS if device == "cuda" else SEQ_LENS["cpu"]
     seq_lens = config.seq_lens or (quick_lens if config.quick else SEQ_LENS[device])
     head_dims = config.head_dims or HEAD_DIMS[device]
@@ -135,6 +146,8 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
         "--groups": min(config.groups),
         "--tokens": tokens,
         "--heads": 1 if config.heads is None else config.heads,
+        "--batches": min(config.batches, default=1),
+        "--queries": min(config.queries, default=1),
     }
     for flag, number in numbers.items():
         if number < 1:
@@ -147,7 +160,7 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
                 raise ValueError(f"--groups {group} does not divide {q_heads} query heads")
             cases += [
                 Case(
-                    batch=max(tokens // seq_len, 1),
+                    batch=batch,
                     seq_len=seq_len,
                     q_heads=q_heads,
                     kv_heads=q_heads // group,
@@ -156,10 +169,16 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
                     is_causal=config.is_causal,
                     device=device,
                     passes=tuple(name for name in TIMED_PASSES if name in passes),
+                    queries=queries,
                 )
                 for seq_len in seq_lens
+                for batch in config.batches or [max(tokens // seq_len, 1)]
+                for queries in config.queries or [None]
+                if queries is None or queries < seq_len
             ]
     cases = sorted((c for c in cases if c.passes), key=lambda case: case.seq_len)
+    if config.queries and not cases:
+        raise ValueError(f"--queries: {min(config.queries)} is no fewer than any of --seq_lens")
     if HOST in passes:
         cases += [
             Case(1, HOST_SEQ_LEN, 1, 1, head_dim, dtype, config.is_causal, device, HOST_PASSES)

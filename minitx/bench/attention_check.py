@@ -33,7 +33,7 @@ class Truth:
         return x[batch : batch + 1, head * group : (head + 1) * group]
 
     def check_out(self, out: torch.Tensor) -> tuple[float, float, str]:
-        """(error, budget, name) of out [B, Hq, S, D]."""
+        """(error, budget, name) of out [B, Hq, Sq, D]."""
         return self._worst({"out": out})
 
     def check_gradients(self, gradients: Gradients) -> tuple[float, float, str]:
@@ -63,16 +63,16 @@ def in_blocks(
     """The oracle, in float64, or eager attention, by blocks of queries.
 
     The blocks' shares of dk and dv are added in float64 (oracle) or float32 (eager, then rounded).
-    q, dout: [1, group, S, D]; k, v: [1, 1, S, D].
+    q, dout: [1, group, Sq, D]; k, v: [1, 1, Skv, D].
     """
-    S, group = q.shape[2], q.shape[1]
+    (group, Sq), Skv = q.shape[1:3], k.shape[2]
     dtype = torch.float64 if how == "oracle" else torch.float32
-    block = max(1, BLOCK_ELEMENTS // (S * group))
+    block = max(1, BLOCK_ELEMENTS // (Skv * group))
     outs, dqs = [], []
     dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (k, v))
-    for start in range(0, S, block):
-        rows = slice(start, min(start + block, S))
-        end = rows.stop if is_causal else S
+    for start in range(0, Sq, block):
+        rows = slice(start, min(start + block, Sq))
+        end = Skv - Sq + rows.stop if is_causal else Skv
         inputs = (q[:, :, rows], k[:, :, :end], v[:, :, :end], dout[:, :, rows])
         if how == "oracle":
             part = oracle_attention(*inputs, is_causal=is_causal)

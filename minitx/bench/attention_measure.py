@@ -214,6 +214,7 @@ class KernelOnCase:
                 "is_causal": self.case.is_causal,
                 "batch": self.case.batch,
                 "seq_len": self.case.seq_len,
+                "queries": self.case.num_queries,
                 "q_heads": self.case.q_heads,
                 "kv_heads": self.case.kv_heads,
                 "head_dim": self.case.head_dim,

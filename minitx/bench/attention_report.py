@@ -35,14 +35,17 @@ def distinct(values: Iterable) -> list:
 
 
 def panel_of(r: CsvRow) -> tuple[str, ...]:
-    """What the rows of one panel, or table, have in common."""
-    return (r["head_dim"], r["q_heads"], r["kv_heads"], r["dtype"], r["is_causal"])
+    """What the rows of one panel, or table, have in common; last the queries, if keys are more."""
+    queries = r["queries"] if has_fewer_queries(r) else ""
+    return (r["head_dim"], r["q_heads"], r["kv_heads"], r["dtype"], r["is_causal"], queries)
 
 
 def panel_title(panel: tuple[str, ...]) -> str:
-    head_dim, q_heads, kv_heads, dtype, is_causal = panel
+    head_dim, q_heads, kv_heads, dtype, is_causal, queries = panel
     heads = f"{q_heads} heads" if q_heads == kv_heads else f"{q_heads} : {kv_heads} heads"
-    return f"D {head_dim}, {heads}, {dtype}{', causal' if is_causal == 'True' else ''}"
+    causal = ", causal" if is_causal == "True" else ""
+    last = f", the last {queries} queries" if queries else ""
+    return f"D {head_dim}, {heads}, {dtype}{causal}{last}"
 
 
 def short_status(r: CsvRow) -> str:
@@ -61,6 +64,12 @@ def number(value: float) -> str:
 def is_speed(r: CsvRow) -> bool:
     """Whether the row tells what the GPU does in a time, and not the time of the host alone."""
     return r["pass"] not in (*HOST_PASSES, *START_PASSES)
+
+
+def has_fewer_queries(r: CsvRow) -> bool:
+    """Than keys, whose number is seq_len. CSVs of earlier versions have no such rows, nor the
+    column."""
+    return r.get("queries", r["seq_len"]) != r["seq_len"]
 
 
 def speed_table(rows: Sequence[CsvRow]) -> tuple[list[str], list[list[str]]]:
@@ -139,11 +148,12 @@ def print_tables(rows: Sequence[CsvRow]) -> None:
 
 def plot(csv_path: Path, png_path: Path) -> bool:
     """TFLOP/s by length: a row of panels for each pass, a column for each head dim and group.
-    `auto` has no line where there are others, as it would lie on one of them. Where only the host's
-    time was measured there is nothing to draw: returns whether there was."""
+    `auto` has no line where there are others, as it would lie on one of them. Nothing is drawn of
+    the host's time, nor of fewer queries than keys, which have no one length: returns whether there
+    was anything else."""
     from matplotlib.figure import Figure
 
-    rows = [r for r in common.read_csv(csv_path) if is_speed(r)]
+    rows = [r for r in common.read_csv(csv_path) if is_speed(r) and not has_fewer_queries(r)]
     if not rows:
         return False
     rows = [r for r in rows if r["kernel"] != "auto"] or rows

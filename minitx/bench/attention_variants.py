@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from minitx.kernels import ATTENTION_KERNELS, attention, supports
 
@@ -20,6 +21,9 @@ SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# Those that know the causal rule of fewer queries than keys, and need no mask, where PyTorch is
+# given its own object for that rule. flash takes no other mask; cuDNN takes a mask alone.
+LOWER_RIGHT_BACKENDS = ("sdpa-flash", "sdpa-efficient")
 # FlashAttention-2, -3 (forward only) and -4, where their packages are installed: all have a
 # flash_attn_func(q, k, v, causal=...) on [B, S, H, D].
 FLASH_MODULES = {
@@ -44,7 +48,10 @@ WITH_BACKWARD = ("backward", "both", "host both", *START_PASSES)
 
 @dataclass(frozen=True)
 class Case:
-    """One shape, and what to measure on it."""
+    """One shape, and what to measure on it.
+
+    seq_len: keys, and queries too unless `queries` says how many of the last there are.
+    """
 
     batch: int
     seq_len: int
@@ -55,26 +62,40 @@ class Case:
     is_causal: bool
     device: str
     passes: tuple[str, ...] = TIMED_PASSES
+    queries: int | None = None
+
+    @property
+    def num_queries(self) -> int:
+        return self.seq_len if self.queries is None else self.queries
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether the causal rule is one for fewer queries than keys."""
+        return self.is_causal and 1 < self.num_queries < self.seq_len
 
     def make_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random normal q [B, Hq, S, D], k, v [B, Hkv, S, D] and dout, of always the same seed."""
+        """Random normal q [B, Hq, Sq, D], k, v [B, Hkv, Skv, D] and dout, of always the same
+        seed."""
         generator = torch.Generator(self.device).manual_seed(0)
-        heads = (self.q_heads, self.kv_heads, self.kv_heads, self.q_heads)
+        of_queries = (self.q_heads, self.num_queries)
+        of_keys = (self.kv_heads, self.seq_len)
         q, k, v, dout = (
             torch.randn(
-                (self.batch, H, self.seq_len, self.head_dim),
+                (self.batch, H, S, self.head_dim),
                 generator=generator,
                 device=self.device,
                 dtype=DTYPES[self.dtype],
             )
-            for H in heads
+            for H, S in (of_queries, of_keys, of_keys, of_queries)
         )
         return q, k, v, dout
 
     def flops(self, name: str) -> float | None:
-        """Forward two products, 4 B Hq S S D, half of it where causal; backward five products."""
-        forward = 4.0 * self.batch * self.q_heads * self.seq_len**2 * self.head_dim
-        forward /= 2 if self.is_causal else 1
+        """Forward two products, 4 B Hq Sq Skv D, where causal less half of Sq Sq; backward five
+        products."""
+        Sq, Skv = self.num_queries, self.seq_len
+        scores = Sq * (Skv - Sq / 2) if self.is_causal else Sq * Skv
+        forward = 4.0 * self.batch * self.q_heads * scores * self.head_dim
         return {"forward": forward, "backward": 2.5 * forward, "both": 3.5 * forward}.get(name)
 
 
@@ -126,10 +147,10 @@ def make_variant(kernel: str, case: Case) -> Variant:
     is_causal = case.is_causal
     if kernel in SDPA_BACKENDS:
         backend = SDPA_BACKENDS[kernel]
-        return Variant(
-            lambda q, k, v: _attention(q, k, v, is_causal, "sdpa"),
-            pinned=lambda: sdpa_kernel(backend),
-        )
+        call = lambda q, k, v: _attention(q, k, v, is_causal, "sdpa")  # noqa: E731
+        if case.has_chunk and kernel in LOWER_RIGHT_BACKENDS:
+            call = _sdpa_lower_right
+        return Variant(call, pinned=lambda: sdpa_kernel(backend))
     if kernel in FLASH_MODULES:
         flash = _flash(kernel)
         assert not isinstance(flash, str), "why_not was not asked"
@@ -145,6 +166,16 @@ def _attention(
     out = attention(q, k, v, is_causal=is_causal, kernel=kernel)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _sdpa_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=causal_lower_right(q.shape[2], k.shape[2]),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 @functools.cache
@@ -168,8 +199,9 @@ def _flex(case: Case) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], to
 
     mask = None
     if case.is_causal:
+        Sq, Skv = case.num_queries, case.seq_len
         mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, case.seq_len, case.seq_len, device=case.device
+            lambda b, h, i, j: i + (Skv - Sq) >= j, None, None, Sq, Skv, device=case.device
         )
     torch._dynamo.reset()  # compilations of other shapes count against a limit
     compiled = torch.compile(flex_attention, dynamic=False)

@@ -3,76 +3,128 @@
     python -m minitx.bench attention --kernels sdpa,triton,tilelang --out_dir runs/bench
     python -m minitx.bench auto runs/bench/attention.csv      prints it as Python
 
-One CSV gives the table of grouped heads (--groups 4) or that of others: whichever it holds.
-Neighbouring lengths with the same choices become one. Between two measured lengths the shorter
-one's choices hold up to their geometric mean.
+One CSV gives the table of grouped heads (--groups 4) or that of others, and that of fewer queries
+than keys (--queries) or that of as many: whichever it holds. Neighbouring lengths with the same
+choices become one. Between two measured lengths the shorter one's choices hold up to their
+geometric mean.
 
 A time is the 20th percentile: where the host launches late, which a busy one does at short lengths,
 the median is the host's. Training is the pass `both`, or forward and backward added up in a CSV
-that has none.
+that has none. Of several batches of one length the geometric mean counts.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from minitx.bench import _common as common
-from minitx.kernels.auto_choice import UNMEASURED, UNMEASURED_LSE, Choice
+from minitx.bench.attention_report import has_fewer_queries
+from minitx.kernels.auto_choice import (
+    UNMEASURED,
+    UNMEASURED_LSE,
+    Choice,
+    ChunkChoice,
+    QueriesChoice,
+)
 
 PASSES = ("forward", "backward", "both")
+Row = dict[str, str]
+Times = dict[tuple[str, str], float]  # by kernel and pass
 
 
-def choices(rows: Sequence[dict[str, str]]) -> dict[int, tuple[Choice, ...]]:
+def choices(rows: Sequence[Row]) -> dict[int, tuple[Choice, ...]]:
     """By head dim, from the causal rows in a 16-bit dtype. Raises ValueError where a length lacks
     a pass, or rows of grouped heads and of others are mixed."""
-    times: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
-    kinds: set[bool] = set()
-    for r in rows:
-        kept = (
-            r["status"] == "ok"
-            and r["is_causal"] == "True"
-            and r["dtype"] in ("bfloat16", "float16")
-            and r["pass"] in PASSES
-        )
-        if kept:
-            kinds.add(r["q_heads"] != r["kv_heads"])
-            shape = (int(r["head_dim"]), int(r["seq_len"]))
-            times.setdefault(shape, {})[r["kernel"], r["pass"]] = float(r["p20_ms"])
-    if len(kinds) > 1:
-        raise ValueError("has grouped heads and others; measure each in a run of its own")
-    found: dict[int, list[Choice]] = {}
-    lengths: dict[int, int] = {}
-    for (head_dim, length), measured in sorted(times.items()):
-        has_both = any(name == "both" for _, name in measured)
+    measured = _times(rows)
+
+    def fastest(times: Times, length: int) -> list[str]:
+        has_both = any(name == "both" for _, name in times)
         uses = ("forward",), ("both",) if has_both else ("forward", "backward")
-        fastest = [
-            _fastest(measured, among, names, length)
+        return [
+            _fastest(times, among, names, length)
             for among in (UNMEASURED, UNMEASURED_LSE)
             for names in uses
         ]
-        previous = found.setdefault(head_dim, [])
-        if not previous:
-            previous.append(Choice(0, *fastest))
-        elif previous[-1][1:] != tuple(fastest):
-            start = round(math.sqrt(lengths[head_dim] * length))
-            previous.append(Choice(start, *fastest))
-        lengths[head_dim] = length
-    return {head_dim: tuple(of_dim) for head_dim, of_dim in found.items()}
+
+    found = {}
+    for head_dim in sorted({shape[0] for shape in measured}):
+        best = {
+            keys: fastest(times, keys) for (d, _, keys), times in measured.items() if d == head_dim
+        }
+        found[head_dim] = tuple(Choice(start, *names) for start, names in _joined(best))
+    return found
 
 
-def _fastest(
-    measured: dict[tuple[str, str], float],
-    among: Sequence[str],
-    names: Sequence[str],
-    length: int,
-) -> str:
+def chunk_choices(rows: Sequence[Row]) -> dict[int, tuple[QueriesChoice, ...]]:
+    """The same of fewer queries than keys, by head dim and number of queries."""
+    measured = _times(rows)
+    found = {}
+    for head_dim in sorted({shape[0] for shape in measured}):
+        by_queries = {}
+        for queries in sorted({q for d, q, _ in measured if d == head_dim}):
+            best = {
+                keys: [_fastest(times, a, ("forward",), keys) for a in (UNMEASURED, UNMEASURED_LSE)]
+                for (d, q, keys), times in measured.items()
+                if (d, q) == (head_dim, queries)
+            }
+            by_queries[queries] = tuple(ChunkChoice(n, *names) for n, names in _joined(best))
+        found[head_dim] = tuple(QueriesChoice(n, chosen) for n, chosen in _joined(by_queries))
+    return found
+
+
+def _times(rows: Sequence[Row]) -> dict[tuple[int, int, int], Times]:
+    """Milliseconds by head dim, queries and keys, of which more than one batch has the mean; a
+    kernel that failed with one of them has none."""
+    timed = [
+        r
+        for r in rows
+        if r["status"] == "ok"
+        and r["is_causal"] == "True"
+        and r["dtype"] in ("bfloat16", "float16")
+        and r["pass"] in PASSES
+    ]
+    if len({r["q_heads"] != r["kv_heads"] for r in timed}) > 1:
+        raise ValueError("has grouped heads and others; measure each in a run of its own")
+    if len({has_fewer_queries(r) for r in timed}) > 1:
+        raise ValueError("has fewer queries than keys, and as many; measure each in its own run")
+    samples: dict[tuple[int, int, int], dict[tuple[str, str], list[float]]] = {}
+    for r in timed:
+        shape = (int(r["head_dim"]), int(r.get("queries", r["seq_len"])), int(r["seq_len"]))
+        of_shape = samples.setdefault(shape, {})
+        of_shape.setdefault((r["kernel"], r["pass"]), []).append(float(r["p20_ms"]))
+    times = {}
+    for shape, of_shape in samples.items():
+        most = max(len(batches) for batches in of_shape.values())
+        times[shape] = {
+            name: geometric_mean(batches)
+            for name, batches in of_shape.items()
+            if len(batches) == most
+        }
+    return times
+
+
+def _joined(best: Mapping[int, Sequence]) -> list[tuple[int, Sequence]]:
+    """(from which length on, what is best there), neighbours that agree as one."""
+    found: list[tuple[int, Sequence]] = []
+    previous = 0
+    for length, names in sorted(best.items()):
+        if not found:
+            found.append((0, names))
+        elif found[-1][1] != names:
+            found.append((round(math.sqrt(previous * length)), names))
+        previous = length
+    return found
+
+
+def _fastest(times: Times, among: Sequence[str], names: Sequence[str], length: int) -> str:
     """The kernel whose passes `names` take least together."""
     totals = {
-        kernel: sum(measured[kernel, name] for name in names)
+        kernel: sum(times[kernel, name] for name in names)
         for kernel in among
-        if all((kernel, name) in measured for name in names)
+        if all((kernel, name) in times for name in names)
     }
     if not totals:
         raise ValueError(f"no '{names[-1]}' of {', '.join(among)} at {length} tokens")
@@ -85,13 +137,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("csv", type=Path, help="a CSV of python -m minitx.bench attention")
     arguments = parser.parse_args(argv)
     try:
-        found = choices(common.read_csv(arguments.csv))
+        rows = common.read_csv(arguments.csv)
+        are_chunks = any(has_fewer_queries(r) for r in rows)
+        found = chunk_choices(rows) if are_chunks else choices(rows)
     except (OSError, ValueError, KeyError) as error:
         print(f"minitx.bench auto: error: {arguments.csv}: {error}", file=sys.stderr)
         return 2
     for head_dim, of_dim in found.items():
         print(f"{head_dim}: (")
         for choice in of_dim:
-            print(f"    Choice({choice.min_keys}, {', '.join(repr(k) for k in choice[1:])}),")
+            print(f"    {_written(choice)},")
         print("),")
     return 0
+
+
+def _written(choice: tuple) -> str:
+    """As Python, without the names of fields."""
+    parts = [_written(part) if isinstance(part, tuple) else repr(part) for part in choice]
+    if type(choice) is tuple:
+        return f"({', '.join(parts)},)"
+    return f"{type(choice).__name__}({', '.join(parts)})"
