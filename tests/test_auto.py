@@ -8,7 +8,7 @@ import torch
 
 from minitx.bench import __main__ as bench
 from minitx.bench import _common as common
-from minitx.bench.auto import choices, chunk_choices
+from minitx.bench.auto import choices, chunk_choices, of_kind
 from minitx.kernels import auto_choice
 from minitx.kernels.auto_choice import (
     CHUNK_TABLES,
@@ -283,7 +283,14 @@ def test_the_command(tmp_path, capsys):
     common.write_csv(tmp_path / "a.csv", CHUNKS)
     assert bench.main(["auto", str(tmp_path / "a.csv")]) == 0
     names = {"QueriesChoice": QueriesChoice, "ChunkChoice": ChunkChoice}
-    assert eval("{" + capsys.readouterr().out + "}", names) == CHOSEN_CHUNKS
+    printed = capsys.readouterr().out
+    assert printed.startswith("# a key head for each query head, fewer queries than keys\n")
+    assert eval("{" + printed + "}", names) == CHOSEN_CHUNKS
+    common.write_csv(tmp_path / "a.csv", [*CHUNKS, *(r | {"kv_heads": "2"} for r in CHUNKS)])
+    assert bench.main(["auto", str(tmp_path / "a.csv")]) == 0
+    one, other = capsys.readouterr().out.split("# grouped heads, fewer queries than keys\n")
+    assert one == printed
+    assert eval("{" + other + "}", names) == CHOSEN_CHUNKS
     common.write_csv(tmp_path / "a.csv", [r for r in ROWS if r["pass"] != "both"])
     assert bench.main(["auto", str(tmp_path / "a.csv")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -301,6 +308,5 @@ def test_every_table_is_what_its_measurement_says(kind, table):
     ("kind", "table"), CHUNK_TABLES.items(), ids=lambda x: getattr(x, "source", "")
 )
 def test_every_table_of_chunks_is_what_its_measurement_says(kind, table):
-    rows = common.read_csv(ROOT / table.source)
+    rows = of_kind(common.read_csv(ROOT / table.source), kind[1], is_chunk=True)
     assert table.choices == chunk_choices(rows)
-    assert {r["q_heads"] != r["kv_heads"] for r in rows} == {kind[1]}

@@ -3,9 +3,9 @@
     python -m minitx.bench attention --kernels sdpa,triton,tilelang --out_dir runs/bench
     python -m minitx.bench auto runs/bench/attention.csv      prints it as Python
 
-One CSV gives the table of grouped heads (--groups 4) or that of others, and that of fewer queries
-than keys (--queries) or that of as many: whichever it holds. Neighbouring lengths with the same
-choices become one. Between two measured lengths the shorter one's choices hold up to their
+There is a table of grouped heads (--groups 4) and one of others, each for as many queries as keys
+and for fewer (--queries): one CSV gives those that it holds rows of. Neighbouring lengths with the
+same choices become one. Between two measured lengths the shorter one's choices hold up to their
 geometric mean.
 
 A time is the 20th percentile: where the host launches late, which a busy one does at short lengths,
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from typing import TypeVar
 
 from minitx.bench import _common as common
 from minitx.bench.attention_report import has_fewer_queries
@@ -33,6 +34,7 @@ from minitx.kernels.auto_choice import (
 PASSES = ("forward", "backward", "both")
 Row = dict[str, str]
 Times = dict[tuple[str, str], float]  # by kernel and pass
+T = TypeVar("T")
 
 
 def choices(rows: Sequence[Row]) -> dict[int, tuple[Choice, ...]]:
@@ -106,9 +108,9 @@ def _times(rows: Sequence[Row]) -> dict[tuple[int, int, int], Times]:
     return times
 
 
-def _joined(best: Mapping[int, Sequence]) -> list[tuple[int, Sequence]]:
+def _joined(best: Mapping[int, T]) -> list[tuple[int, T]]:
     """(from which length on, what is best there), neighbours that agree as one."""
-    found: list[tuple[int, Sequence]] = []
+    found: list[tuple[int, T]] = []
     previous = 0
     for length, names in sorted(best.items()):
         if not found:
@@ -138,17 +140,33 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         rows = common.read_csv(arguments.csv)
-        are_chunks = any(has_fewer_queries(r) for r in rows)
-        found = chunk_choices(rows) if are_chunks else choices(rows)
+        tables = {
+            (is_grouped, is_chunk): (chunk_choices if is_chunk else choices)(chosen)
+            for is_grouped in (False, True)
+            for is_chunk in (False, True)
+            if (chosen := of_kind(rows, is_grouped, is_chunk))
+        }
     except (OSError, ValueError, KeyError) as error:
         print(f"minitx.bench auto: error: {arguments.csv}: {error}", file=sys.stderr)
         return 2
-    for head_dim, of_dim in found.items():
-        print(f"{head_dim}: (")
-        for choice in of_dim:
-            print(f"    {_written(choice)},")
-        print("),")
+    for (is_grouped, is_chunk), found in tables.items():
+        heads = "grouped heads" if is_grouped else "a key head for each query head"
+        print(f"# {heads}, {'fewer queries than' if is_chunk else 'as many queries as'} keys")
+        for head_dim, of_dim in found.items():
+            print(f"{head_dim}: (")
+            for choice in of_dim:
+                print(f"    {_written(choice)},")
+            print("),")
     return 0
+
+
+def of_kind(rows: Sequence[Row], is_grouped: bool, is_chunk: bool) -> list[Row]:
+    """Those that one table is drawn from."""
+    return [
+        r
+        for r in rows
+        if (r["q_heads"] != r["kv_heads"]) == is_grouped and has_fewer_queries(r) == is_chunk
+    ]
 
 
 def _written(choice: tuple) -> str:
