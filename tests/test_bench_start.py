@@ -3,8 +3,10 @@
 import csv
 import os
 import signal
+import subprocess
+import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import worker_targets
@@ -32,6 +34,23 @@ def test_first_steps_of_new_processes(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "From the start of a process to the end of a first step, D 32, 2 heads" in printed
     assert not (tmp_path / "attention.png").exists()
+
+
+def test_what_no_first_step_needs_is_not_imported():
+    """SymPy and torch.compile's half of PyTorch take longer than a kernel's own library."""
+    script = (
+        "import json, sys; from minitx.bench import start; start.main('sdpa', json.dumps({case}));"
+        "print([name for name in ('sympy', 'torch._dynamo', 'triton', 'tilelang') "
+        "if name in sys.modules])"
+    )
+    case = asdict(CASE) | {"passes": ["warm start"]}
+    process = subprocess.run(
+        [sys.executable, "-c", script.replace("{case}", repr(case))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.stdout.splitlines() == [start.DONE, "[]"], process.stderr
 
 
 def test_a_cold_start_has_empty_caches_and_a_warm_one_those_of_the_last(tmp_path, monkeypatch):

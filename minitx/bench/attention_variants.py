@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from minitx.kernels import ATTENTION_KERNELS, attention, supports
 
@@ -169,6 +168,9 @@ def _attention(
 
 
 def _sdpa_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    # Not at the top: it imports torch.compile's half of PyTorch, and triton.
+    from torch.nn.attention.bias import causal_lower_right
+
     return torch.nn.functional.scaled_dot_product_attention(
         q,
         k,
