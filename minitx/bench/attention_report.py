@@ -44,7 +44,7 @@ def panel_title(panel: tuple[str, ...]) -> str:
     head_dim, q_heads, kv_heads, dtype, is_causal, queries = panel
     heads = f"{q_heads} heads" if q_heads == kv_heads else f"{q_heads} : {kv_heads} heads"
     causal = ", causal" if is_causal == "True" else ""
-    last = f", the last {queries} queries" if queries else ""
+    last = {"": "", "1": ", the last query"}.get(queries, f", the last {queries} queries")
     return f"D {head_dim}, {heads}, {dtype}{causal}{last}"
 
 
