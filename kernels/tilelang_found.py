@@ -62,12 +62,12 @@ def find(build: Callable[..., Any], target: Any, key: dict[str, Any]) -> FoundKe
 
 def note(build: Callable[..., Any], target: Any, key: dict[str, Any], compiled: Any) -> None:
     """Remembers where TileLang keeps what it compiled (a JITKernel), if it does."""
-    path = _note_path(build, target, key)
     folder = getattr(compiled, "_tilelang_cache_path", None)
-    # A builder is read when it is imported and, by TileLang, when it is run.
-    if path is None or folder is None or _hash_source() != SOURCE:
-        return
-    with contextlib.suppress(OSError, ValueError):  # the next process asks TileLang, then
+    with contextlib.suppress(OSError, ValueError, ImportError):  # the next process asks TileLang
+        path = _note_path(build, target, key)
+        # A builder is read when it is imported and, by TileLang, when it is run.
+        if path is None or folder is None or _hash_source() != SOURCE:
+            return
         noted = {
             "folder": str(Path(folder).relative_to(_cache())),
             "sha256": _hash(Path(folder) / "executable.so"),
@@ -114,14 +114,14 @@ def _hash_source() -> str:
 SOURCE = _hash_source()  # as it is imported, not as it may be edited later
 
 
-def _contents(name: str) -> list[tuple[str, str, str]]:
-    """(module, name, value) of what this package's modules hold that a builder's module refers to.
+def _contents(builders: str) -> list[tuple[str, str, str]]:
+    """(module, name, value) of what this package's modules hold that the module `builders` uses.
 
     Whoever tries another constant, or function, in a running process gets a kernel of its own.
     """
     return [
         (module.__name__, name, _value(value))
-        for module in _reached(sys.modules[name], {})
+        for module in _reached(sys.modules[builders], {__name__: sys.modules[__name__]})
         for name, value in sorted(vars(module).items())
         if not name.startswith("_")
     ]

@@ -25,6 +25,10 @@ from minitx.kernels import (  # noqa: E402
     tilelang_found,
     tilelang_wgmma,
 )
+from minitx.kernels.tilelang_attention_bwd import (  # noqa: E402
+    build_attention_bwd_dkdv,
+    build_attention_bwd_dq,
+)
 from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper  # noqa: E402
 from minitx.kernels.tilelang_attention_bwd_rows import build_attention_bwd_prepare  # noqa: E402
 from minitx.kernels.tilelang_attention_tiles import takes_hopper_kernels  # noqa: E402
@@ -76,6 +80,12 @@ def test_what_was_noted_last_is_found(noted):
 )
 def test_another_kernel_is_not_found(noted, call):
     assert tilelang_found.find(*call) is None
+
+
+def test_another_builder_of_the_same_module_is_not_found(cache):
+    tilelang_found.note(build_attention_bwd_dq, HOPPER, KEY, keep(cache))
+    assert tilelang_found.find(build_attention_bwd_dq, HOPPER, KEY) is not None
+    assert tilelang_found.find(build_attention_bwd_dkdv, HOPPER, KEY) is None
 
 
 def replaced():
