@@ -75,7 +75,66 @@ TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
 }
 
 # The same where queries are fewer than keys.
-CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {}
+CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {
+    ((9, 0), False): ChunkTable(
+        "benchmarks/h200/attention-chunks.csv",
+        {
+            64: (
+                QueriesChoice(
+                    0,
+                    (
+                        ChunkChoice(0, "tilelang", "tilelang"),
+                        ChunkChoice(8192, "sdpa", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+            ),
+            128: (
+                QueriesChoice(
+                    0,
+                    (
+                        ChunkChoice(0, "tilelang", "tilelang"),
+                        ChunkChoice(8192, "sdpa", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+                QueriesChoice(
+                    128,
+                    (
+                        ChunkChoice(0, "triton", "triton"),
+                        ChunkChoice(8192, "tilelang", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(724, (ChunkChoice(0, "tilelang", "tilelang"),)),
+            ),
+        },
+    ),
+    ((9, 0), True): ChunkTable(
+        "benchmarks/h200/attention-chunks.csv",
+        {
+            64: (
+                QueriesChoice(
+                    0,
+                    (
+                        ChunkChoice(0, "tilelang", "tilelang"),
+                        ChunkChoice(8192, "sdpa", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+            ),
+            128: (
+                QueriesChoice(
+                    0,
+                    (
+                        ChunkChoice(0, "tilelang", "tilelang"),
+                        ChunkChoice(8192, "sdpa", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+            ),
+        },
+    ),
+}
 
 # In this order where nothing was measured, or what was fastest cannot run.
 UNMEASURED = ("sdpa", "triton", "tilelang", "eager")

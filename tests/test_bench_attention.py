@@ -465,6 +465,7 @@ def test_on_a_gpu(tmp_path):
         if r["kernel"] in ("eager", "sdpa", "triton", "tilelang"):
             assert r["status"] == "ok"
             assert r["pass"] in HOST_PASSES or float(r["peak_gib"]) > 0
+    kernels.remove("flex")  # which compiles for every shape
     chunks = [*flags, *out, "--overwrite", "--queries", "1,70", "--kernels", ",".join(kernels)]
     assert bench.main(["attention", *chunks]) == 0
     for r in read(tmp_path / "attention.csv"):

@@ -21,7 +21,7 @@ SDPA_BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 # Those that know the causal rule of fewer queries than keys, and need no mask, where PyTorch is
-# given its own object for that rule. flash takes no other mask; cuDNN takes a mask alone.
+# given its own object for that rule. flash takes no other mask; cuDNN takes no such object.
 LOWER_RIGHT_BACKENDS = ("sdpa-flash", "sdpa-efficient")
 # FlashAttention-2, -3 (forward only) and -4, where their packages are installed: all have a
 # flash_attn_func(q, k, v, causal=...) on [B, S, H, D].
