@@ -92,6 +92,13 @@ def test_the_state_before_the_step_is_saved_where_no_checkpoint_is(tmp_path, bro
     assert load_state(find_checkpoint(tmp_path / "run"))["step"] == 5
 
 
+def test_a_comparison_that_is_not_finite_is_one_line(tmp_path, broken_kernel, capsys):
+    broken_kernel(2)
+    line = stopped_line(capsys, 5, run_train(tiny_args(tmp_path, compare="eager")))
+    assert "in the comparison before training: step 2: loss nan" in line
+    assert "kernel 'sdpa'" in line
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("step", [1, 5])  # from the initial weights, and from a checkpoint
 def test_the_batch_is_replayed(step, dtype, tmp_path, broken_kernel, capsys):
