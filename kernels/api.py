@@ -5,14 +5,19 @@ asked for; an explicit choice never falls back to another.
 """
 
 import logging
-import math
 from typing import NamedTuple
 
 import torch
 
-from minitx.kernels import runtime
 from minitx.kernels.attention_ops import PACKED, unpack
 from minitx.kernels.auto_choice import choose_kernel
+from minitx.kernels.checks import (
+    autocast,
+    check_attention,
+    check_name,
+    check_softmax,
+    device_problem,
+)
 from minitx.kernels.errors import KernelUnavailableError
 from minitx.kernels.reference import attention_reference, softmax_reference
 
@@ -29,17 +34,7 @@ SOFTMAX_KERNELS = ("reference", "eager", "triton", "tilelang")
 
 logger = logging.getLogger("minitx")
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-REFERENCE_DTYPES = (*DTYPES, torch.float64)
-MAX_HEAD_DIM = 256
 LSE_KERNELS = ("reference", "eager", "triton", "tilelang")
-# What kernels that are not PyTorch's own functions are written in.
-LIBRARIES = {
-    "triton": "triton",
-    "triton-softmax": "triton",
-    "tilelang": "tilelang",
-    "tilelang-softmax": "tilelang",
-}
 
 
 class Support(NamedTuple):
@@ -83,8 +78,8 @@ def attention(
         ValueError, TypeError: shapes, dtypes, devices or names that do not fit.
         KernelUnavailableError: the kernel cannot do this here; the message says which can.
     """
-    q, k, v = _autocast(q, k, v)
-    _check_attention(q, k, v, scale)
+    q, k, v = autocast(q, k, v)
+    check_attention(q, k, v, scale)
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     kernel = _resolve(kernel, q, k, v, is_causal, return_lse)
@@ -121,9 +116,9 @@ def packed_attention(
             "qkv must be [B, S, n_head + 2 n_kv_head, D], got shape "
             f"{tuple(qkv.shape)} for n_head {n_head}"
         )
-    (qkv,) = _autocast(qkv)
+    (qkv,) = autocast(qkv)
     q, k, v = unpack(qkv, n_head)
-    _check_attention(q, k, v, scale)
+    check_attention(q, k, v, scale)
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     kernel = _resolve(kernel, q, k, v, is_causal, False)
@@ -181,7 +176,7 @@ def softmax(
         ValueError, TypeError: a bad dim, dtype or name.
         KernelUnavailableError: the kernel cannot run here; the message says which can.
     """
-    dim = _check_softmax(x, dim, is_causal)
+    dim = check_softmax(x, dim, is_causal)
     if kernel == "auto":
         kernel = "eager" if x.device.type != "cuda" else "triton"
     reason = _softmax_problem(kernel, x)
@@ -208,10 +203,10 @@ def supports(
 ) -> Support:
     """Whether `attention` would run these inputs on `kernel`. Raises only for a kernel that is
     unknown."""
-    q, k, v = _autocast(q, k, v)
-    _known(kernel, ATTENTION_KERNELS)
+    q, k, v = autocast(q, k, v)
+    check_name(kernel, ATTENTION_KERNELS)
     try:
-        _check_attention(q, k, v, scale)
+        check_attention(q, k, v, scale)
     except (TypeError, ValueError) as error:
         return Support(False, str(error))
     if kernel == "auto":
@@ -225,118 +220,29 @@ def supports_softmax(
 ) -> Support:
     """Whether `softmax` would run this input on `kernel`. Raises only for a kernel that is
     unknown."""
-    _known(kernel, SOFTMAX_KERNELS)
+    check_name(kernel, SOFTMAX_KERNELS)
     try:
-        _check_softmax(x, dim, is_causal)
+        check_softmax(x, dim, is_causal)
     except (TypeError, ValueError) as error:
         return Support(False, str(error))
     reason = None if kernel == "auto" else _softmax_problem(kernel, x)
     return Support(reason is None, reason or "")
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device_type = _device_type(tensors[0])
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    # float64 stays: autocast leaves it alone in PyTorch's own functions too.
-    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
-
-
-def _device_type(x: torch.Tensor) -> str:
-    return "cuda" if x.is_cuda else x.device.type  # makes a string, slowly
-
-
-def _known(kernel: str, names: tuple[str, ...]) -> None:
-    if kernel != "auto" and kernel not in names:
-        raise ValueError(f"unknown kernel '{kernel}'; expected auto or one of {', '.join(names)}")
-
-
-def _check_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
-) -> None:
-    q_shape, k_shape, v_shape, dtype = q.shape, k.shape, v.shape, q.dtype
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        named = (("q", q_shape), ("k", k_shape), ("v", v_shape))
-        name, shape = next((name, shape) for name, shape in named if len(shape) != 4)
-        raise ValueError(f"{name} must be 4-D [B, H, S, D], got shape {tuple(shape)}")
-    if not dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {dtype}, {k.dtype} and {v.dtype}")
-    if dtype not in REFERENCE_DTYPES:
-        raise TypeError(f"q, k and v must be float32, float16 or bfloat16, got {dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
-        )
-    if k_shape != v_shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k_shape)} and {tuple(v_shape)}")
-    B, Hq, _, D = q_shape
-    B_kv, Hkv, _, D_kv = k_shape
-    if B_kv != B or D_kv != D:
-        raise ValueError(
-            f"q and k must agree in batch and head dim, got q {tuple(q_shape)} and "
-            f"k {tuple(k_shape)}"
-        )
-    if not 1 <= D <= MAX_HEAD_DIM:
-        raise ValueError(f"head dim must be from 1 to {MAX_HEAD_DIM}, got {D}")
-    if (Hkv == 0 and Hq != 0) or (Hkv != 0 and Hq % Hkv != 0):
-        raise ValueError(
-            f"query heads must be a multiple of key heads, got {Hq} query and {Hkv} key heads"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale}")
-
-
-def _check_softmax(x: torch.Tensor, dim: int, is_causal: bool) -> int:
-    """Returns dim counted from 0."""
-    if x.dtype not in REFERENCE_DTYPES:
-        raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least one dim, got a scalar")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
-    dim = dim % x.dim()
-    if is_causal and (x.dim() < 2 or dim != x.dim() - 1):
-        raise ValueError(
-            "is_causal reads x as [..., Sq, Skv] and needs the last dim of at least two, "
-            f"got dim {dim} of shape {tuple(x.shape)}"
-        )
-    return dim
-
-
-def _library_problem(library: str, device_type: str, device_index: int | None) -> str | None:
-    if library == "triton":
-        return runtime.triton_problem(device_type, device_index)
-    return runtime.tilelang_problem(device_type, device_index)
-
-
-# Dynamo then calls it while tracing and bakes the answer in: it looks at the machine, not at data.
-# This is what torch.compiler.assume_constant_result does; to call that here would import all of
-# dynamo, and triton with it.
-_library_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _device_problem(kernel: str, x: torch.Tensor) -> str | None:
-    library = LIBRARIES.get(kernel)
-    if library is None:
-        return None
-    return _library_problem(library, _device_type(x), x.get_device() if x.is_cuda else None)
-
-
 def _attention_problem(kernel: str, q: torch.Tensor, return_lse: bool) -> str | None:
-    _known(kernel, ATTENTION_KERNELS)
+    check_name(kernel, ATTENTION_KERNELS)
     if q.dtype == torch.float64 and kernel != "reference":
         return "it computes float32, float16 and bfloat16, not float64"
     if return_lse and kernel not in LSE_KERNELS:
         return "it does not return lse"
-    return _device_problem(kernel, q)
+    return device_problem(kernel, q)
 
 
 def _softmax_problem(kernel: str, x: torch.Tensor) -> str | None:
-    _known(kernel, SOFTMAX_KERNELS)
+    check_name(kernel, SOFTMAX_KERNELS)
     if x.dtype == torch.float64 and kernel != "reference":
         return "it computes float32, float16 and bfloat16, not float64"
-    return _device_problem(kernel, x)
+    return device_problem(kernel, x)
 
 
 def _announce_auto(kernel: str, why: str) -> None:

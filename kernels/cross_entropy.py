@@ -11,7 +11,7 @@ do (chunked_cross_entropy.py).
 import torch
 import torch.nn.functional as F
 
-from minitx.kernels.api import _known, _library_problem
+from minitx.kernels.checks import check_name, library_problem
 from minitx.kernels.chunked_cross_entropy import (
     chunked_nll,
     chunked_sum,
@@ -118,7 +118,7 @@ def _check(
 
 
 def _choose(kernel: str, hidden: torch.Tensor) -> str:
-    _known(kernel, CROSS_ENTROPY_KERNELS)
+    check_name(kernel, CROSS_ENTROPY_KERNELS)
     if kernel == "auto":
         on_gpu = hidden.device.type == "cuda" and hidden.dtype != torch.float64
         return "triton" if on_gpu and _triton_problem(hidden) is None else "chunked"
@@ -135,7 +135,7 @@ def _choose(kernel: str, hidden: torch.Tensor) -> str:
 
 
 def _triton_problem(hidden: torch.Tensor) -> str | None:
-    return _library_problem("triton", hidden.device.type, hidden.device.index)
+    return library_problem("triton", hidden.device.type, hidden.device.index)
 
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

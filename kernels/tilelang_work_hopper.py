@@ -1,11 +1,13 @@
-"""Which tiles the blocks of Hopper's attention forward take, and how they pass through its buffers.
+"""Which tiles the blocks of Hopper's attention forward take, and how they pass through its buffers:
+the producer's part.
 
 A block takes one tile of queries after the other: the first by its own number, the rest as a
-counter in memory says. Of tiles of keys and values it holds `num_stages` at a time, each in a
-buffer with two barriers: `full`, on which consumers wait for the bytes of a copy, and `free`, on
-which the producer waits until each consumer has read the buffer. Both flip once every time that the
-buffers come round; a wait names the phase that has to be over. On `free` the producer's first round
-waits for the phase before the first, which counts as over.
+counter in memory says. Of those it holds `q_stages` at a time, of tiles of keys and of values
+`num_stages`, each in a buffer with two barriers: `full`, on which consumers wait for the bytes of a
+copy, and `free`, on which the producer waits until each consumer has read the buffer. Which queries
+they are the producer writes into two buffers that are handed over in the same way. Both barriers
+flip once every time that the buffers come round; a wait names the phase that has to be over. On
+`free` the producer's first round waits for the phase before the first, which counts as over.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +25,37 @@ __device__ __forceinline__ int take_one(long long counter) {
 """
 
 
+class Buffers(NamedTuple):
+    """In shared memory."""
+
+    q: Any  # [q_stages, BLOCK_M, HEAD_DIM]
+    k: Any  # [num_stages, BLOCK_N, HEAD_DIM]
+    v: Any  # the same
+    work: Any  # int32 [2, 4]: a tile's first query, or -1 after the last tile; head; batch
+
+
+class Barriers(NamedTuple):
+    """Two for each buffer."""
+
+    work_full: Any
+    work_free: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+
+
+class Grid(NamedTuple):
+    """What blocks share between them, in a prim_func."""
+
+    num_m: Any  # tiles of queries of a head
+    num_heads: Any  # of all batches
+    tiles: Any
+    blocks: Any
+
+
 class Sizes(NamedTuple):
     """Of tiles, and of tensors, in a prim_func."""
 
@@ -35,18 +68,24 @@ class Sizes(NamedTuple):
     Sq: Any
     Skv: Any
 
-    def locate(self, tile: Any, num_m: Any, all_heads: Any, group: Any) -> tuple[Any, Any, Any]:
+    @property
+    def q_stages(self) -> int:
+        """Tiles of queries: as many as there is room for."""
+        return 2 if self.HEAD_DIM <= 128 else 1
+
+    def locate(self, tile: Any, grid: Grid, group: Any) -> tuple[Any, Any, Any]:
         """(first query, head, batch) of a tile: heads whose keys fit in cache together are
         neighbours, and of their tiles those with most keys go first."""
         import tilelang.language as T
 
+        num_m, num_heads = grid.num_m, grid.num_heads
         bytes_of_l2: Any = L2_BYTES
         if self.HEAD_DIM > 64:
             bytes_of_l2 = T.if_then_else(self.Skv <= FEW_KEYS, FEW_KEYS_L2_BYTES, L2_BYTES)
         fit = T.max(T.truncdiv(T.truncdiv(bytes_of_l2, 4 * self.HEAD_DIM), self.Skv), 1)
-        width = T.min(fit, T.truncdiv(all_heads, group)) * group
+        width = T.min(fit, T.truncdiv(num_heads, group)) * group
         first = T.truncdiv(tile, width * num_m) * width
-        together = T.min(width, all_heads - first)
+        together = T.min(width, num_heads - first)
         rest = T.truncmod(tile, width * num_m)
         row = first + T.truncmod(rest, together)
         m_start = (num_m - 1 - T.truncdiv(rest, together)) * self.BLOCK_M
@@ -85,7 +124,7 @@ class Passing(NamedTuple):
     skip: Any  # (full, free, count): frees the buffer of a tile that a warpgroup has no use for
 
 
-def make_macros(sizes: Sizes) -> Passing:
+def make_passing(sizes: Sizes) -> Passing:
     import tilelang.language as T
 
     BLOCK_N, HEAD_DIM, ring = sizes.BLOCK_N, sizes.HEAD_DIM, sizes.ring
@@ -114,6 +153,75 @@ def make_macros(sizes: Sizes) -> Passing:
         arrive(free, stage)
 
     return Passing(arrive, load, skip)
+
+
+def make_producer(sizes: Sizes, passing: Passing) -> Any:
+    """The macro of the warp that takes tiles and fetches them: (tile, tensors q, k and v, buffers,
+    barriers, grid, group, taken), `tile` a variable that holds the block's first."""
+    import tilelang.language as T
+
+    BLOCK_M, BLOCK_N, HEAD_DIM, q_stages = *sizes[1:4], sizes.q_stages
+    arrive, load = passing.arrive, passing.load
+
+    @T.macro
+    def produce(tile: T.Ref, tensors, buffers, barriers, grid, group, taken):
+        q, k, v = tensors
+        q_tile, k_tile, v_tile, work = buffers
+        work_full, work_free, q_full, q_free, k_full, k_free, v_full, v_free = barriers
+        # Variables, so that these are computed once and not wherever they are used.
+        m_start = T.alloc_var("int32")
+        head = T.alloc_var("int32")
+        batch = T.alloc_var("int32")
+        num_n = T.alloc_var("int32")
+        trip = T.alloc_var("int32")  # tiles of queries before this one
+        done = T.alloc_var("int32")  # tiles of keys, all told
+        trip = 0
+        done = 0
+        while tile < grid.tiles:
+            place = sizes.locate(tile, grid, group)
+            m_start = place[0]
+            head = place[1]
+            batch = place[2]
+            num_n = sizes.count_key_tiles(m_start, BLOCK_M)
+            T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
+            if T.shuffle_elect(32):
+                work[trip % 2, 0] = m_start
+                work[trip % 2, 1] = head
+                work[trip % 2, 2] = batch
+                T.barrier_arrive(work_full[trip % 2])
+            T.barrier_wait(q_free[trip % q_stages], 1 - trip // q_stages % 2)
+            T.tma_copy(
+                q[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
+                q_tile[trip % q_stages, :, :],
+                barrier=q_full[trip % q_stages],
+                leader_scope_threads=32,
+            )
+            arrive(q_full, trip % q_stages)
+            kv_head = T.truncdiv(head, group)
+            # Of expanded keys and values there is one batch or head.
+            k_place = (T.min(batch, k.shape[0] - 1), T.min(kv_head, k.shape[1] - 1))
+            v_place = (T.min(batch, v.shape[0] - 1), T.min(kv_head, v.shape[1] - 1))
+            start = (num_n - 1) * BLOCK_N
+            load(k, k_tile, k_full, k_free, done, *k_place, start)
+            tile = grid.tiles
+            if grid.tiles > grid.blocks:
+                if T.shuffle_elect(32):
+                    tile = grid.blocks + take_one(taken)
+                tile = T.shfl_sync(tile, 0)
+            for n in T.serial(num_n):
+                v_start = (num_n - 1 - n) * BLOCK_N
+                if n + 1 < num_n:  # keys are needed before the values of the last ones
+                    k_start = v_start - BLOCK_N
+                    load(k, k_tile, k_full, k_free, done + n + 1, *k_place, k_start)
+                load(v, v_tile, v_full, v_free, done + n, *v_place, v_start)
+            done += num_n
+            trip += 1
+        T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
+        if T.shuffle_elect(32):
+            work[trip % 2, 0] = -1
+            T.barrier_arrive(work_full[trip % 2])
+
+    return produce
 
 
 def take_one(taken: Any) -> Any:

@@ -5,12 +5,9 @@ With p = exp(scale * q k^T - lse), recomputed tile by tile (FlashAttention-2, se
     delta = rowsum(dout * out) - dlse        dv = p^T dout
     ds = p * (dout v^T - delta)              dq = scale * ds k        dk = scale * ds^T q
 
-Two kernels, no atomics: every run gives the same bits. The first also writes delta for the second.
-Sums are float32; p and ds are rounded to the inputs' dtype before their products.
-
-The second keeps its scores transposed, k q^T, so that p^T and ds^T come out as the left operands
-they have to be. Nothing is ever transposed on the left: Triton 3.4 to 3.7.0 miscompiles tl.dot on
-Hopper where its left operand is a transposed register tile.
+Two kernels, no atomics: every run gives the same bits. The first, below, also writes lse and delta
+as the second reads them (triton_attention_dkdv.py). Sums are float32; p and ds are rounded to the
+inputs' dtype before their products.
 """
 
 # A type checker takes tl.constexpr at its word; Triton takes plain Python values for it.
@@ -22,40 +19,36 @@ import torch
 import triton
 import triton.language as tl
 
+from minitx.kernels.triton_attention_dkdv import dkdv_launch
 from minitx.kernels.triton_attention_tiles import (
+    bwd_options,
     bwd_rows,
-    dkdv_tiles,
     dq_tiles,
     heads_per_wave,
-    is_exact,
     is_wide,
-    padded_head_dim,
     rows_pitch,
-    scale_sign,
 )
 from minitx.kernels.triton_launch import Launch
 from minitx.kernels.triton_runtime import device_function
 from minitx.kernels.triton_tiles import (
     LOG2E,
     PRECISION,
-    exact_exp,
     head_start,
     key_range,
     load_tile,
-    query_range,
+    probabilities,
     rows_offset,
     signed,
     store_tile,
     tile_and_head,
     tile_offsets,
     visible_keys,
-    visible_queries,
 )
 
 
 @device_function
 def _exponent(lse, EXACT: tl.constexpr):
-    """What _probabilities takes for lse. For a row without keys, +inf: its p is then 0."""
+    """What `probabilities` takes for lse. For a row without keys, +inf: its p is then 0."""
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     if not EXACT:
         lse = lse * LOG2E
@@ -63,20 +56,6 @@ def _exponent(lse, EXACT: tl.constexpr):
         # 1e11. Rather too large than too small: p of 0 is finite.
         lse = tl.where(tl.abs(lse) > 2.0**22, lse + tl.abs(lse) * 2.0**-21, lse)
     return lse
-
-
-@device_function
-def _probabilities(scores, scale, exponent, EXACT: tl.constexpr):
-    """p = exp(scale * scores - lse), for an exponent that broadcasts: lse, or lse * log2(e).
-
-    If EXACT it is compiled without fused multiply-adds: lse is the rounded product of the scale and
-    the largest score, and where logits are huge both must be rounded alike to give exp(0).
-    """
-    if EXACT:
-        p = exact_exp(scores * scale - exponent)
-    else:
-        p = tl.exp2(scores * (scale * LOG2E) - exponent)
-    return p
 
 
 @triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
@@ -170,7 +149,7 @@ def attention_bwd_dq(
                 # Both [BLOCK_M, BLOCK_N]
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-                ds = _probabilities(scores, score_scale, exponent, EXACT) * (dp - delta)
+                ds = probabilities(scores, score_scale, exponent, EXACT) * (dp - delta)
                 if MASKED:
                     visible = visible_keys(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
                     ds = tl.where(visible, ds, 0.0)
@@ -181,119 +160,6 @@ def attention_bwd_dq(
         dq_ptr = head_start(dq_ptr, head, Hq, dq_strides) + rows_offset(start_m, dq_strides)
         dq_offsets = tile_offsets(dq_strides, BLOCK_M, HEAD_DIM, WIDE)
         store_tile(dq_ptr, dq_offsets, dq * scale, Sq - start_m, D)
-
-
-@triton.jit(do_not_specialize=["n_heads", "heads_per_wave", "Sq", "Skv"])
-def attention_bwd_dkdv(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    exponent_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dk_strides,
-    dv_strides,
-    scale,
-    n_heads,
-    heads_per_wave,
-    Hq,
-    Hkv,
-    Sq,
-    Skv,
-    pitch,
-    D: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SCALE_SIGN: tl.constexpr,
-    EXACT: tl.constexpr,
-    GROUP: tl.constexpr,
-    NEEDS_DK: tl.constexpr,
-    NEEDS_DV: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """dk and dv of BLOCK_N keys of one key head, summed over the query heads that share it."""
-    n_tiles = (Skv + BLOCK_N - 1) // BLOCK_N
-    tile, kv_head = tile_and_head(n_tiles, n_heads, heads_per_wave)
-    start_n = tile * BLOCK_N  # the first keys are seen by most queries: they go first
-
-    k_ptr = head_start(k_ptr, kv_head, Hkv, k_strides) + rows_offset(start_n, k_strides)
-    k_offsets = tile_offsets(k_strides, BLOCK_N, HEAD_DIM, WIDE)
-    k = load_tile(k_ptr, k_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
-    k, score_scale = signed(k, scale, SCALE_SIGN)
-    v_ptr = head_start(v_ptr, kv_head, Hkv, v_strides) + rows_offset(start_n, v_strides)
-    v_offsets = tile_offsets(v_strides, BLOCK_N, HEAD_DIM, WIDE)
-    v = load_tile(v_ptr, v_offsets, Skv - start_n, D, True)  # [BLOCK_N, HEAD_DIM]
-
-    q_offsets = tile_offsets(q_strides, BLOCK_M, HEAD_DIM, WIDE)
-    dout_offsets = tile_offsets(dout_strides, BLOCK_M, HEAD_DIM, WIDE)
-    dk = tl.full([BLOCK_N, HEAD_DIM], 0.0, dtype=tl.float32)
-    dv = tl.full([BLOCK_N, HEAD_DIM], 0.0, dtype=tl.float32)
-    # Masked tiles reach from `first` to the bulk, and there may be a last one after it.
-    first, bulk_start, bulk_end = query_range(start_n, Sq, Skv, IS_CAUSAL, BLOCK_M, BLOCK_N)
-    n_bulk = (bulk_end - bulk_start) // BLOCK_M
-    n_masked = (bulk_start - first) // BLOCK_M + tl.where(bulk_end < Sq, 1, 0)
-    for MASKED in tl.static_range(2):
-        n_tiles = n_masked if MASKED else n_bulk
-        for i in range(0, n_tiles * GROUP):  # tile after tile of head after head
-            head = kv_head * GROUP
-            if GROUP > 1:
-                head += i // n_tiles
-                i = i % n_tiles
-            start_m = (first if MASKED else bulk_start) + i * BLOCK_M
-            if MASKED:  # from the diagonal over the bulk to the ragged end
-                start_m = tl.where(start_m < bulk_start, start_m, bulk_end)
-            queries = start_m + tl.arange(0, BLOCK_M)
-            q_tile = head_start(q_ptr, head, Hq, q_strides) + rows_offset(start_m, q_strides)
-            q = load_tile(q_tile, q_offsets, Sq - start_m, D, MASKED)  # [BLOCK_M, HEAD_DIM]
-            dout_tile = head_start(dout_ptr, head, Hq, dout_strides)
-            dout_tile += rows_offset(start_m, dout_strides)
-            dout = load_tile(dout_tile, dout_offsets, Sq - start_m, D, MASKED)  # the same
-            row = tl.cast(head, tl.int64) * pitch + start_m
-            # Past Sq these read what may be there: the mask undoes it.
-            exponent = tl.load(exponent_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-            p = _probabilities(scores, score_scale, exponent[None, :], EXACT)
-            if MASKED:
-                visible = visible_queries(queries, start_n, Sq, Skv, IS_CAUSAL, BLOCK_N)
-                p = tl.where(visible, p, 0.0)
-            if NEEDS_DV:
-                dv = tl.dot(p.to(q.dtype), dout, dv, input_precision=PRECISION)
-            if NEEDS_DK:
-                dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # as scores
-                delta = tl.load(delta_ptr + row + tl.arange(0, BLOCK_M))  # [BLOCK_M]
-                ds = p * (dp - delta[None, :])
-                if MASKED:  # delta may be NaN. p tells what the mask told, and is at hand.
-                    ds = tl.where(p == 0.0, 0.0, ds)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-
-    if NEEDS_DK:
-        dk_ptr = head_start(dk_ptr, kv_head, Hkv, dk_strides) + rows_offset(start_n, dk_strides)
-        dk_offsets = tile_offsets(dk_strides, BLOCK_N, HEAD_DIM, WIDE)
-        store_tile(dk_ptr, dk_offsets, dk * scale, Skv - start_n, D)
-    if NEEDS_DV:
-        dv_ptr = head_start(dv_ptr, kv_head, Hkv, dv_strides) + rows_offset(start_n, dv_strides)
-        dv_offsets = tile_offsets(dv_strides, BLOCK_N, HEAD_DIM, WIDE)
-        store_tile(dv_ptr, dv_offsets, dv, Skv - start_n, D)
-
-
-def _options(q: torch.Tensor, is_causal: bool, scale: float) -> dict:
-    """What both kernels are compiled with."""
-    return {
-        "D": q.shape[3],
-        "HEAD_DIM": padded_head_dim(q.shape[3]),
-        "IS_CAUSAL": is_causal,
-        "SCALE_SIGN": scale_sign(scale),
-        "EXACT": is_exact(q),
-        "enable_fp_fusion": not is_exact(q),
-    }
 
 
 def dq_launch(
@@ -335,7 +201,7 @@ def dq_launch(
         HAS_DLSE=dlse is not None,
         NEEDS_DQ=dq is not None,
         WIDE=is_wide(q, k, v, out, dout, q if dq is None else dq),
-        **_options(q, is_causal, scale),
+        **bwd_options(q, is_causal, scale),
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         num_warps=num_warps,
@@ -361,45 +227,12 @@ def prepare_bwd(
 
     dout has out's shape, dlse lse's (None: zero), with any strides; lse is contiguous.
     """
-    (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
-    pitch = rows_pitch(Sq)
-    rows = bwd_rows(q, pitch)  # of exponents, and of deltas
+    rows = bwd_rows(q, rows_pitch(q.shape[2]))  # of exponents, and of deltas
     launch_dq = launch_dkdv = None
     if q.numel() > 0:
         launch_dq = dq_launch(dout, dlse, q, k, v, out, is_causal, scale, dq)
     if k.numel() > 0 and not (dk is None and dv is None):
-        BLOCK_M, BLOCK_N, num_warps, num_stages = dkdv_tiles(q, k)
-        dk_out, dv_out = (k if dk is None else dk), (v if dv is None else dv)
-        launch_dkdv = Launch(
-            attention_bwd_dkdv,
-            q.device,
-            -(-Skv // BLOCK_N) * B * Hkv,
-            (
-                q.stride(),
-                k.stride(),
-                v.stride(),
-                dout.stride(),
-                dk_out.stride(),
-                dv_out.stride(),
-                scale,
-                B * Hkv,
-                heads_per_wave(2 * Sq * D * q.element_size() * (Hq // Hkv)),
-                Hq,
-                Hkv,
-                Sq,
-                Skv,
-                pitch,
-            ),
-            GROUP=Hq // Hkv,
-            NEEDS_DK=dk is not None,
-            NEEDS_DV=dv is not None,
-            WIDE=is_wide(q, k, v, dout, dk_out, dv_out),
-            **_options(q, is_causal, scale),
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+        launch_dkdv = dkdv_launch(dout, q, k, v, is_causal, scale, dk, dv)
 
     def launches(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
         exponent, delta = rows.make(), rows.make()

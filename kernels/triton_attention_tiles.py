@@ -132,6 +132,18 @@ def _tma_reads(t: torch.Tensor) -> bool:
     )
 
 
+def bwd_options(q: torch.Tensor, is_causal: bool, scale: float) -> dict:
+    """What both kernels of the backward are compiled with."""
+    return {
+        "D": q.shape[3],
+        "HEAD_DIM": padded_head_dim(q.shape[3]),
+        "IS_CAUSAL": is_causal,
+        "SCALE_SIGN": scale_sign(scale),
+        "EXACT": is_exact(q),
+        "enable_fp_fusion": not is_exact(q),
+    }
+
+
 def rows_pitch(Sq: int) -> int:
     """Floats from row to row of `bwd_rows`: rows start at multiples of 64 bytes."""
     return -(-Sq // 16) * 16

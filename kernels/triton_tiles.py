@@ -110,6 +110,20 @@ def exact_exp(x):
 
 
 @device_function
+def probabilities(scores, scale, exponent, EXACT: tl.constexpr):
+    """p = exp(scale * scores - lse), for an exponent that broadcasts: lse, or lse * log2(e).
+
+    If EXACT it is compiled without fused multiply-adds: lse is the rounded product of the scale and
+    the largest score, and where logits are huge both must be rounded alike to give exp(0).
+    """
+    if EXACT:
+        p = exact_exp(scores * scale - exponent)
+    else:
+        p = tl.exp2(scores * (scale * LOG2E) - exponent)
+    return p
+
+
+@device_function
 def next_power_of_2(x):
     """The power of two that is x, a normal float32 above 0, or next above it."""
     bits = tl.cast(tl.cast(x, tl.float32), tl.int32, bitcast=True)  # plain Python if interpreted

@@ -73,28 +73,47 @@ def parse_config(
     if default_config is not None and not any(a.split("=")[0] == "--config" for a in argv):
         argv = ["--config", str(default_config), *argv]
     for path in _config_paths(argv):
-        if not os.path.isfile(path):
-            raise UserError(f"--config {path}: no such file")
+        _check_file(path, config_class)
     try:
         namespace = parser.parse_args(argv)
         namespace = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error))) from error
-    for path in _config_paths(argv):
-        _refuse_unknown(yaml.safe_load(Path(path).read_text(encoding="utf-8")), config_class, path)
     names = _setting_names(config_class)
     return config_class(**{k: v for k, v in vars(namespace).items() if k in names})
 
 
-def _refuse_unknown(settings: dict, config_class: type, path: str, prefix: str = "") -> None:
-    """The parser passes over an unknown group of a YAML file where it is empty."""
+def _check_file(path: str, config_class: type) -> None:
+    """Raises UserError, naming the file, for what the parser does not tell in words of ours, or
+    passes over."""
+    if not os.path.isfile(path):
+        raise UserError(f"--config {path}: no such file")
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: not YAML: {_one_line(str(error))}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"--config {path}: no settings in it; expected lines as 'max_steps: 100'")
+    _check_groups(settings, config_class, path)
+
+
+def _check_groups(settings: dict, config_class: type, path: str, prefix: str = "") -> None:
+    """Groups that are empty: unknown ones, and those whose settings are all commented out."""
     fields = {field.name: field.type for field in dataclasses.fields(config_class)}
     for name, value in settings.items():
         kind = fields.get(name)
         if value == {} and kind is None:
             raise UserError(f"--config {path}: unknown setting {prefix}{name}; --help lists all")
-        if isinstance(value, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            _refuse_unknown(value, kind, path, f"{prefix}{name}.")
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            continue
+        if isinstance(value, dict):
+            _check_groups(value, kind, path, f"{prefix}{name}.")
+        else:
+            got = "nothing" if value is None else repr(value)
+            raise UserError(
+                f"--config {path}: {prefix}{name} is a group of settings, got {got}; give some of "
+                "them, or leave it out"
+            )
 
 
 def _setting_names(config_class: type) -> set[str]:

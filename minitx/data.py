@@ -112,7 +112,8 @@ def load_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> TokenDa
         settings: dict = {"tokenizer": tokenizer.fingerprint}
 
     def make_tokenizer(training_documents: Iterator[bytes]) -> Tokenizer:
-        return tokenizer or train_bpe(training_documents, config.vocab_size)
+        text_bytes = int(index.sizes.sum())
+        return tokenizer or train_bpe(training_documents, config.vocab_size, text_bytes)
 
     def read() -> Iterator[bytes]:
         return documents(config)

@@ -28,7 +28,7 @@ import torch
 
 from minitx.config import TrainConfig
 from minitx.data import TokenData
-from minitx.metrics import peak_memory_gib, reset_peak_memory, synchronize
+from minitx.metrics import is_out_of_memory, peak_memory_gib, reset_peak_memory, synchronize
 from minitx.model import GPTConfig
 from minitx.trainer import Trainer
 
@@ -159,17 +159,16 @@ def compare(
     while True:
         try:
             curves = _run_three(config, model, data, device, dtype, tick)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
             half = config.seq_len // 2
-            if half < 1 or config.batch.tokens % half:
+            if not is_out_of_memory(error) or half < 1 or config.batch.tokens % half:
                 raise
             say(f"parity: context {config.seq_len} does not fit in memory; comparing at {half}")
             # As many tokens a step, in more and shorter sequences.
             config = replace(config, batch=replace(config.batch, seq_len=half, micro=None))
         else:
             return judge(config, str(dtype).removeprefix("torch."), *curves)
-        gc.collect()
-        torch.cuda.empty_cache()
+        _release_memory(device)
 
 
 def _run_three(

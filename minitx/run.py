@@ -97,15 +97,20 @@ class Run:
     def prove_parity(self) -> bool:
         config = self.config
         with tqdm(total=3 * config.compare_steps, desc="parity", disable=None, leave=False) as bar:
-            parity = compare(
-                config,
-                self.model,
-                self.data,
-                device=self.device,
-                dtype=self.dtype,
-                tick=bar.update,
-                say=bar.write,
-            )
+            try:
+                parity = compare(
+                    config,
+                    self.model,
+                    self.data,
+                    device=self.device,
+                    dtype=self.dtype,
+                    tick=bar.update,
+                    say=bar.write,
+                )
+            except NonFiniteError as error:
+                raise RunStopped(
+                    f"in the comparison before training: {error}", EXIT_NON_FINITE
+                ) from error
         for line in parity.lines():
             print(line)
         with self.writing(self.out_dir):

@@ -198,8 +198,13 @@ _PROBES = (
 )
 
 
-def train_bpe(texts: Iterable[bytes], vocab_size: int) -> BPETokenizer:
+def train_bpe(
+    texts: Iterable[bytes], vocab_size: int, text_bytes: int | None = None
+) -> BPETokenizer:
     """A byte-level BPE of `vocab_size` ids trained on texts; the last id is end-of-text.
+
+    text_bytes: of all texts or more, if known. The library sets memory aside for every id it is
+    asked for, and ends the process where there is not as much.
 
     Bytes that are not UTF-8 take no part in the training, but have their tokens like any other.
     A text too small to hold that many different pieces gives fewer ids: read `vocab_size`.
@@ -210,8 +215,11 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> BPETokenizer:
             f"got {vocab_size}"
         )
     library = _byte_level(models.BPE())
+    most = vocab_size - 1
+    if text_bytes is not None:  # each merge makes the text at least a token shorter
+        most = min(most, MIN_BPE_VOCAB - 1 + text_bytes)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=most,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -39,7 +39,9 @@ def train(config: TrainConfig) -> int:
             again = "" if config.resume or config.debug.replay else again
             print(f"stopped before a step was made, nothing to save; give the same command{again}")
             return 0
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not metrics.is_out_of_memory(error):
+                raise
             raise RunStopped(
                 f"out of memory on {device} ({str(error).splitlines()[0]}); try a smaller "
                 f"--batch.micro (now {config.micro_batch}), --recompute full, a shorter "

@@ -15,7 +15,12 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minitx.kernels import triton_attention, triton_attention_bwd, triton_attention_tiles
+from minitx.kernels import (
+    triton_attention,
+    triton_attention_bwd,
+    triton_attention_dkdv,
+    triton_attention_tiles,
+)
 from minitx.kernels.triton_attention_tiles import padded_head_dim
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -137,8 +142,8 @@ def compile_all(dtype: str, D: int) -> list:
         compile_portable(kernel, choose(x, x), dtype, D)
         for kernel, choose in (
             (triton_attention.attention_fwd, triton_attention.fwd_tiles),
-            (triton_attention_bwd.attention_bwd_dq, triton_attention_bwd.dq_tiles),
-            (triton_attention_bwd.attention_bwd_dkdv, triton_attention_bwd.dkdv_tiles),
+            (triton_attention_bwd.attention_bwd_dq, triton_attention_tiles.dq_tiles),
+            (triton_attention_dkdv.attention_bwd_dkdv, triton_attention_tiles.dkdv_tiles),
         )
     ]
 

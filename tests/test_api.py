@@ -11,6 +11,7 @@ from minitx.kernels import (
     KernelUnavailableError,
     api,
     attention,
+    checks,
     softmax,
     supports,
     supports_softmax,
@@ -87,7 +88,7 @@ def test_float64_is_real_float64_or_refused(kernel):
 
 
 def test_a_library_that_cannot_run_is_refused_and_others_work(monkeypatch):
-    monkeypatch.setattr(api, "_library_problem", lambda *_: "the compiler is on holiday")
+    monkeypatch.setattr(checks, "library_problem", lambda *_: "the compiler is on holiday")
     q, k, v = make_qkv(1, 1, 1, 2, 2, 4)
     for kernel in ("triton", "tilelang", "triton-softmax", "tilelang-softmax"):
         with pytest.raises(KernelUnavailableError, match=f"'{kernel}'.*on holiday.*eager, sdpa$"):

@@ -102,6 +102,14 @@ def test_a_kernel_beside_the_peer(tmp_path, capsys):
     assert "2 x 24 tokens a step" in capsys.readouterr().out
 
 
+def test_memory_that_runs_out_is_a_row_and_no_failure(tmp_path):
+    """Of train.py itself, asked for a batch that no address space holds."""
+    flags = ["--kernels", "sdpa", "--compile=false", "--shapes=1000000000000x24"]
+    assert run(tmp_path, *flags, "--compare_steps", "1") == 0
+    (ours,) = read(tmp_path)
+    assert ours["status"] == "out of memory"
+
+
 @pytest.fixture
 def fake_train(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(textwrap.dedent(FAKE_TRAIN))

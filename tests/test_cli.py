@@ -52,14 +52,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, expected, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_yaml_file_is_one_line(tmp_path, capsys):
-    for text, expected in (("modell: {}\n", "modell"), ("a: [1\n", "parsing")):
-        path = tmp_path / "bad.yaml"
-        path.write_text(text)
-        assert run_train([f"--config={path}"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert expected in error
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"modell: {}\n", "unknown setting modell"),
+        (b"a: [1\n", "bad.yaml: not YAML: while parsing"),
+        (b"\xff\xfe", "bad.yaml: not YAML: 'utf-8' codec can't decode"),
+        (b"", "bad.yaml: no settings in it; expected lines as 'max_steps: 100'"),
+        (b"- max_steps\n", "bad.yaml: no settings in it"),
+        (b"model:\n  # n_layer: 2\n", "bad.yaml: model is a group of settings, got nothing"),
+        (b"max_steps: 2\noptim: 3\n", "bad.yaml: optim is a group of settings, got 3"),
+    ],
+)
+def test_a_bad_yaml_file_is_one_line(content, expected, tmp_path, capsys):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    assert run_train([f"--config={path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert expected in error
 
 
 @pytest.mark.parametrize(("length", "trains"), [(10, False), (32, False), (33, True)])

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from eval_models import Bigram, tiny_gpt
 
 from minitx.eval_parity import judge, sample_errors, sample_windows
 from minitx.eval_report import to_json
@@ -16,11 +17,9 @@ from minitx.eval_stats import (
     position_buckets,
     scored_bytes,
 )
-from minitx.model import GPT, GPTConfig
-from minitx.passkey import PasskeyConfig, answer_prompt, make_prompts
 from minitx.scoring import How, Scores, causality_leak, score_windows
 from minitx.testing import error_budget
-from minitx.tokenizer import ByteTokenizer, train_bpe
+from minitx.tokenizer import train_bpe
 from minitx.windows import (
     Window,
     corpus_windows,
@@ -33,31 +32,8 @@ def how(**settings) -> How:
     return How(torch.device("cpu"), torch.float32, **settings)
 
 
-class Bigram:
-    """logits of what follows token t: row t of a table [V, V]."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.output_weight = logits.T.contiguous()
-        self.calls: list[torch.Tensor] = []
-
-    def hidden(self, tokens: torch.Tensor, cache: object = None) -> torch.Tensor:
-        self.calls.append(tokens)
-        return torch.nn.functional.one_hot(tokens, self.output_weight.shape[1]).float()
-
-
 def random_bigram(V=11, seed=0):
     return Bigram(torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) * 3)
-
-
-def tiny_gpt(**settings) -> GPT:
-    torch.manual_seed(0)
-    config = dict(n_layer=2, n_head=2, n_embd=16, max_seq_len=32, vocab_size=50) | settings
-    model = GPT(GPTConfig(**config), "eager").eval()
-    with torch.no_grad():  # larger weights: attention that is far from uniform
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.mul_(8)
-    return model
 
 
 def text(n, V=11, seed=1):
@@ -347,89 +323,3 @@ def test_parity_is_not_passed_by_nan(errors):
         baseline_peak_gib=0.0,
     )
     assert not verdict.passed
-
-
-# -- passkey ------------------------------------------------------------------------------------
-
-TOKENIZERS = {
-    "bytes": ByteTokenizer(),
-    "bpe": train_bpe(
-        [b"The pass key is 12. Remember the river passes the hills for years.\n"], 300
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_prompt_holds_its_key_where_it_should(name):
-    tokenizer = TOKENIZERS[name]
-    config = PasskeyConfig(depths=[0.0, 0.5, 1.0], trials=2)
-    prompts = make_prompts(tokenizer, 600, config)
-    keys = set()
-    for depth, texts in prompts.items():
-        for prompt in texts:
-            whole = tokenizer.decode(prompt.tokens)
-            key = whole[-5:]
-            assert key.isdigit()
-            assert whole.count(key) == 3
-            assert tokenizer.decode(prompt.tokens[prompt.answer]).strip() == key
-            assert 500 < len(prompt.tokens) <= 601  # the last token is predicted, not read
-            place = whole.index(key) / whole.rindex(b"What is the pass key")
-            assert place == pytest.approx(depth, abs=0.15)
-            keys.add(key)
-    assert len(keys) == 6
-    again = make_prompts(tokenizer, 600, config)
-    assert all(
-        np.array_equal(a.tokens, b.tokens)
-        for depth in prompts
-        for a, b in zip(prompts[depth], again[depth], strict=True)
-    )
-
-
-def test_a_prompt_reads_all_but_a_sentence_of_its_context_and_no_more():
-    config = PasskeyConfig(depths=[0.5], trials=1)
-    lengths = range(300, 340)
-    read = [len(make_prompts(ByteTokenizer(), n, config)[0.5][0].tokens) - 1 for n in lengths]
-    unread = [n - r for n, r in zip(lengths, read, strict=True)]
-    assert min(unread) == 0
-    assert max(unread) < 60
-
-
-class Knows(Bigram):
-    """Puts `size` on the token that follows in a text it was given; 0 knows nothing."""
-
-    def __init__(self, tokens, V, size):
-        super().__init__(torch.eye(V) * size)
-        self.following = torch.from_numpy(tokens[None, 1:])
-
-    def hidden(self, tokens, cache=None):
-        return super().hidden(self.following)
-
-
-def test_answers_are_graded_by_the_digits_alone():
-    (prompt,) = make_prompts(ByteTokenizer(), 400, PasskeyConfig(depths=[0.5], trials=1))[0.5]
-    knows = answer_prompt(Knows(prompt.tokens, 257, 100.0), prompt, CPU)
-    assert knows == (True, pytest.approx(0.0, abs=1e-6))
-    right, nats = answer_prompt(Knows(prompt.tokens, 257, 0.0), prompt, CPU)
-    assert nats == pytest.approx(5 * math.log(257))
-    wrong = prompt.tokens.copy()
-    wrong[-3] = (wrong[-3] - 48 + 1) % 10 + 48  # one digit of five
-    right, nats = answer_prompt(Knows(wrong, 257, 100.0), prompt, CPU)
-    assert not right
-    assert nats == pytest.approx(100.0)
-
-
-def test_prefill_in_chunks_answers_alike():
-    (prompt,) = make_prompts(ByteTokenizer(), 300, PasskeyConfig(depths=[0.2], trials=1))[0.2]
-    model = tiny_gpt(vocab_size=257, max_seq_len=512)
-    want = answer_prompt(model, prompt, CPU)
-    for chunk in (64, len(prompt.tokens) - 3):  # the second cuts the answer in two
-        assert answer_prompt(model, prompt, how(prefill_chunk=chunk))[1] == pytest.approx(
-            want[1], abs=1e-4
-        )
-
-
-def test_a_context_too_short_for_a_key():
-    with pytest.raises(ValueError, match=r"needs a context of at least \d+ tokens, got 40"):
-        make_prompts(ByteTokenizer(), 40, PasskeyConfig())
-    with pytest.raises(ValueError, match=r"--passkey.depths must be from 0 to 1, got \[1.5\]"):
-        PasskeyConfig(depths=[1.5]).validate()

@@ -92,6 +92,13 @@ def test_the_state_before_the_step_is_saved_where_no_checkpoint_is(tmp_path, bro
     assert load_state(find_checkpoint(tmp_path / "run"))["step"] == 5
 
 
+def test_a_comparison_that_is_not_finite_is_one_line(tmp_path, broken_kernel, capsys):
+    broken_kernel(2)
+    line = stopped_line(capsys, 5, run_train(tiny_args(tmp_path, compare="eager")))
+    assert "in the comparison before training: step 2: loss nan" in line
+    assert "kernel 'sdpa'" in line
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("step", [1, 5])  # from the initial weights, and from a checkpoint
 def test_the_batch_is_replayed(step, dtype, tmp_path, broken_kernel, capsys):
@@ -259,11 +266,20 @@ def test_a_written_line_that_is_short_is_an_error(tmp_path):
         log.write({"kind": "train", "step": 1})
 
 
-def test_running_out_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. You tried to allocate 20 bytes.\nmore"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 20 bytes."),
+    ],
+    ids=["gpu", "cpu"],
+)
+@pytest.mark.parametrize("compare", ["none", "eager"])
+def test_running_out_of_memory_is_one_line(error, compare, tmp_path, monkeypatch, capsys):
     def backward(self, batches):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+        raise error
 
     monkeypatch.setattr(Trainer, "backward", backward)
-    line = stopped_line(capsys, 1, run_train(tiny_args(tmp_path, compare="none")))
-    assert "Tried to allocate 20.00 GiB" in line
+    line = stopped_line(capsys, 1, run_train(tiny_args(tmp_path, compare=compare)))
+    assert "ou tried to allocate 20 bytes" in line
     assert "--batch.micro (now 4)" in line

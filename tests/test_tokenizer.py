@@ -8,7 +8,15 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import minitx.tokenizer
 from minitx.tokenizer import (
@@ -146,6 +154,24 @@ def test_bpe_of_little_text_is_smaller_and_says_so(caplog):
         tokenizer = train_bpe([b"ab ab ab"], 1000)
     assert tokenizer.vocab_size < 300
     assert f"a BPE of {tokenizer.vocab_size} tokens, not 1000" in caplog.text
+
+
+def test_no_more_ids_are_asked_for_than_a_text_can_fill(monkeypatch):
+    """For each the library sets memory aside; 10**9 of them ended the process."""
+    asked = []
+    make = trainers.BpeTrainer
+
+    def recording(vocab_size, **settings):
+        asked.append(vocab_size)
+        return make(vocab_size=min(vocab_size, 1000), **settings)
+
+    monkeypatch.setattr(trainers, "BpeTrainer", recording)
+    texts = [b"ab ab ab", b"a"]
+    tokenizer = train_bpe(texts, 10**9, sum(map(len, texts)))
+    assert asked == [256 + 9]
+    assert tokenizer.vocab_size == train_bpe(texts, 1000).vocab_size
+    # As it comes from a text that is full of different pieces: each merge has room.
+    assert train_bpe([TEXT], 300, len(TEXT)).fingerprint == train_bpe([TEXT], 300).fingerprint
 
 
 def test_bpe_refuses_less_than_the_bytes():

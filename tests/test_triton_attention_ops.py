@@ -29,6 +29,7 @@ if not _support.ok:
 from minitx.kernels import (  # noqa: E402
     triton_attention,
     triton_attention_bwd,
+    triton_attention_dkdv,
 )
 
 INTERPRETED = _probe.device.type == "cpu"
@@ -57,9 +58,9 @@ def test_nothing_is_computed_for_gradients_not_asked_for(
 ):
     needs_dq, needs_dk, needs_dv = needs
     dq = Launches(triton_attention_bwd.attention_bwd_dq)
-    dkdv = Launches(triton_attention_bwd.attention_bwd_dkdv)
+    dkdv = Launches(triton_attention_dkdv.attention_bwd_dkdv)
     monkeypatch.setattr(triton_attention_bwd, "attention_bwd_dq", dq)
-    monkeypatch.setattr(triton_attention_bwd, "attention_bwd_dkdv", dkdv)
+    monkeypatch.setattr(triton_attention_dkdv, "attention_bwd_dkdv", dkdv)
     q, k, v = (
         t.requires_grad_(need)
         for t, need in zip(make_qkv(Sq=20, device=device), needs, strict=True)
@@ -214,7 +215,7 @@ def test_one_compilation_serves_every_length():
     kernels = (
         triton_attention.attention_fwd,
         triton_attention_bwd.attention_bwd_dq,
-        triton_attention_bwd.attention_bwd_dkdv,
+        triton_attention_dkdv.attention_bwd_dkdv,
     )
 
     def compiled() -> list[int]:

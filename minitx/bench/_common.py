@@ -81,7 +81,10 @@ def _device_ms(call: Callable[[], object], device: str, budget_ms: float) -> lis
 
 
 def sample_ms(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> list[float]:
-    """Milliseconds of single runs of `call`, as `measure` makes them."""
+    """Milliseconds of single runs of `call`.
+
+    On a GPU they are Triton's do_bench's: 256 MB are written before each run, and a host that has
+    not launched it by then is in its time. `measure` counts no such run."""
     if device == "cuda":
         from triton.testing import do_bench
 

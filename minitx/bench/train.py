@@ -168,7 +168,8 @@ def failure_reason(code: int | None, log: Path, timeout_s: float) -> str:
     if code is None:
         return f"failed: took more than {timeout_s:g} s"
     text = log.read_text(encoding="utf-8", errors="replace")
-    if "OutOfMemoryError" in text:
+    # A peer's trace; train.py's line.
+    if "OutOfMemoryError" in text or "stopped: out of memory" in text:
         return "out of memory"
     if code < 0:
         return f"failed: ended by signal {-code}"
