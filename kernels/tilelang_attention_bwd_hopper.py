@@ -14,13 +14,14 @@ warpgroups that compute are half a trip of the loop apart, so that one issues pr
 other exponentiates. In a trip, each will
 
     issue dq of the last tile, of which by now both have shared ds, and s; wait for dq
-    hand dq over, beside s; issue dp, and the first one lets the second go
+    hand dq over, beside s, and the first one lets the second go; issue dp
     wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds, beside dv; issue dk; share ds
     and the second one lets the first go; wait for dv and dk
 
-Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
-take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
+Nothing is in flight from trip to trip. `tilelang_attention_bwd_trip_hopper.py` has the parts of a
+trip, `tilelang_attention_bwd_order.py` says in which order blocks take tiles,
+`tilelang_attention_dq_sum.py` how they sum dq.
 """
 
 from typing import Any
@@ -28,44 +29,28 @@ from typing import Any
 from minitx.kernels import tilelang_attention_bwd_order as order
 from minitx.kernels import tilelang_attention_dq_sum as dq_sums
 from minitx.kernels import tilelang_wgmma as wgmma
-from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
+from minitx.kernels.tilelang_attention_bwd import stats_tensor
+from minitx.kernels.tilelang_attention_bwd_trip_hopper import (
+    ADDERS,
+    BLOCK_N,
+    FULL,
+    GO,
+    HELPERS,
+    MEET,
+    WORKERS,
+    Shape,
+    by_query,
+    call,
+    make_macros,
+)
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, place_in_tile
 from minitx.kernels.tilelang_products import make_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
-from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
 
-BLOCK_N = 128  # keys
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
-WORKERS = 256  # threads that compute
-ADDERS = 3  # warps that add tiles of dq to memory
-# Named barriers; TileLang takes number 1 for its own.
-FULL = 2  # at FULL + 2 * i + j adder i (a warp) waits for its half of dq from warpgroup j
-MEET = FULL + 2 * ADDERS  # the warpgroups that compute
-GO = MEET + 1  # at GO + i warpgroup i waits for the other one
-
-HELPERS = r"""
-__device__ __forceinline__ void let_go(int is_it, int barrier) {
-  asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p bar.arrive %1, 256; }"
-               :: "r"(is_it), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_to_go(int barrier) {
-  asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void hand_in(int barrier) {
-  asm volatile("bar.arrive %0, 160;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_for_hand_in(int barrier) {
-  asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
-}
-template <int count>
-__device__ __forceinline__ void forget(float *registers) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "=f"(registers[i]));
-}
-"""
 
 
 def build_attention_bwd_hopper(
@@ -79,28 +64,16 @@ def build_attention_bwd_hopper(
     128; the rest as in `build_attention_bwd_dkdv`."""
     import tilelang.language as T
 
-    BLOCK_M = DQ_TILE // HEAD_DIM
     tensor = make_tensor(lang, dtype)
     B, Hq, Hkv, Sq, Skv, S, tiles = sizes("B", "Hq", "Hkv", "Sq", "Skv", "S", "tiles")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
-    Q_BYTES, DS_BYTES = DQ_TILE * 2, BLOCK_N * BLOCK_M * 2
-    score_regs, acc_regs, dq_regs = BLOCK_M // 2, HEAD_DIM // 2, DQ_TILE // WORKERS
-
-    def first_tile(n_start, diagonal):
-        """The first tile of queries with one that reads keys from n_start on."""
-        return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
-
-    def call(function, *arguments):
-        """A statement that calls one of HELPERS."""
-        return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
+    shape = Shape(IS_CAUSAL, HEAD_DIM, Sq, Skv)
+    BLOCK_M, first_tile = shape.BLOCK_M, shape.first_tile
+    trip = make_macros(shape)
+    release, await_product = trip.release, trip.await_product
 
     def keep(value):
         return T.alloc_var("int32", init=value)[0]
-
-    def forget(tile, count):
-        """Says that a tile's old values are not used: a product that clears it reads it all the
-        same, as far as the compiler knows, and it would hold its registers from trip to trip."""
-        return call(f"forget<{count}>", tile.data)
 
     def fetch(region, tile, barrier):
         """By the threads of a warp, who arrive at the barrier once all is asked for."""
@@ -111,81 +84,6 @@ def build_attention_bwd_hopper(
         start, column = (m * 2 + half, 0) if BLOCK_M == 128 else (m, half)
         rows = slice(start * 64, start * 64 + 64)
         return dq[batch, head, rows, column * 64 : column * 64 + 64]
-
-    @T.macro
-    def await_product(pending, tile, registers):
-        """All products but the last `pending` issued have ended, and tile's is among them."""
-        T.wait_wgmma(pending)
-        T.warpgroup_fence_operand(tile, num_regs=registers)
-
-    @T.macro
-    def release(barriers, index):
-        if T.shuffle_elect(32):
-            T.barrier_arrive(barriers[index])
-
-    @T.macro
-    def exponentiate(scores, p, stats_tile, stage, qk_scale, m_start, n_start, diagonal):
-        """scores to probabilities, in 16 bits to p."""
-        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-            scores[j, i] = T.exp2(at_most_0(scores[j, i] * qk_scale - stats_tile[stage, 0, i]))
-        # Queries and keys past the end are zeros; 0 times an infinite key is NaN, and 0 itself may
-        # be a score far above the others.
-        crosses_end = m_start + BLOCK_M > Sq
-        hides_keys = (m_start + diagonal if IS_CAUSAL else Skv) < n_start + BLOCK_N
-        if crosses_end or hides_keys:
-            for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-                end = m_start + i + diagonal if IS_CAUSAL else Skv
-                is_seen = (m_start + i < Sq) & (n_start + j < end)
-                scores[j, i] = T.if_then_else(is_seen, scores[j, i], 0.0)
-        T.copy(scores, p)
-
-    @T.macro
-    def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
-        """ds, and to shared memory, for both warpgroups; a fence is wanted before they are told."""
-        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-            dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
-        T.copy(dp, ds)
-        wgmma.store_own_rows(ds, ds_tile, buffer, is_hidden=True)
-
-    @T.macro
-    def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
-        """s^T, and dp^T of v and dout."""
-        forget(scores, score_regs)
-        keys = Operand(k_tile, True, own_rows(warpgroup))
-        queries = Operand(q_tile, True, stage * Q_BYTES)
-        wgmma.issue_product(scores, keys, queries, HEAD_DIM, clear=True)
-
-    @T.macro
-    def issue_dq(ds_tile, buffer, k_tile, dq_acc, warpgroup):
-        """A warpgroup's half."""
-        forget(dq_acc, dq_regs)
-        first = wgmma.own_columns(warpgroup, ds_tile)  # as many bytes as of k_tile
-        ds = Operand(ds_tile, False, buffer * DS_BYTES + (first if BLOCK_M == 128 else 0))
-        keys = Operand(k_tile, False, first if BLOCK_M == 64 else 0)
-        wgmma.issue_product(dq_acc, ds, keys, BLOCK_N, clear=True)
-
-    def add_product(sums, factor, tile, stage):
-        """dv of p and dout, and dk of ds and q."""
-        return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
-
-    @T.macro
-    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, step, warpgroup, ends, scale):
-        """dq_acc to the step's adder; by the last of those who add, dq."""
-        dq_tile, dq_rounded = dq_tiles
-        first_until, last_from = ends
-        T.barrier_wait(dq_free[warpgroup], step % 2)
-        if step >= last_from:
-            if step >= first_until:
-                for i, d in T.Parallel(128, 64):
-                    dq_acc[i, d] += dq_tile[i, d]
-            for i, d in T.Parallel(128, 64):
-                dq_acc[i, d] *= scale
-            T.copy(dq_acc, dq_16)
-            wgmma.store_own_rows(dq_16, dq_rounded, 0)
-        else:
-            T.copy(dq_acc, dq_tile)
-        wgmma.fence_stores()
-        call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -232,6 +130,9 @@ def build_attention_bwd_hopper(
             dq_16 = T.alloc_fragment((128, 64), dtype)
             dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
+            grad_16 = T.alloc_fragment((BLOCK_N, HEAD_DIM), dtype)
+            lse = T.alloc_fragment((BLOCK_M,), "float32")
+            delta = T.alloc_fragment((BLOCK_M,), "float32")
             # The first of q brings the keys, the first of dout the values.
             q_full = T.alloc_barrier([32] * Q_STAGES)
             q_free = T.alloc_barrier([8] * Q_STAGES)
@@ -242,7 +143,9 @@ def build_attention_bwd_hopper(
             dq_read = T.alloc_barrier([1] * (2 * ADDERS))
             rounded_read = T.alloc_barrier([1] * (2 * ADDERS))
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
-            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
+            products = (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc, grad_16)
+            wgmma.lay_out(tiles_of_16_bits, products)
+            T.annotate_layout({lse: by_query(BLOCK_M), delta: by_query(BLOCK_M)})
             T.annotate_layout({dq_tile: T.Layout((128, 64), place_in_tile)})
 
             dq_tiles = (dq_tile, dq_rounded)
@@ -257,9 +160,8 @@ def build_attention_bwd_hopper(
             is_late = T.alloc_var("bool", init=place[3])
             n_start = tile * BLOCK_N
             keys = slice(n_start, n_start + BLOCK_N)
-            diagonal = Skv - Sq + 1  # query i reads keys below i + diagonal
-            first_m = first_tile(n_start, diagonal)
-            of_next = first_tile(n_start + BLOCK_N, diagonal)
+            first_m = first_tile(n_start)
+            of_next = first_tile(n_start + BLOCK_N)
             next_m = T.alloc_var("int32", init=T.Select(tile + 1 == num_n, num_m, of_next))
             # Of each head; one tile at least: the last query reads every key.
             steps = group * (num_m - first_m)
@@ -357,54 +259,51 @@ def build_attention_bwd_hopper(
                 if T.shuffle_elect(32):
                     T.barrier_wait(q_full[0], 0)
                 T.sync_warp()
+                ends = (first_until, last_from)
                 for step in T.serial(steps):
                     stage = step % Q_STAGES
                     other = step % DOUT_STAGES
                     call("wait_to_go", GO + warpgroup)
                     # In the first trip of nothing, for nobody: where a product is issued under a
                     # condition, ptxas awaits every product at once (C7515).
-                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
+                    trip.issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
                     T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
-                    issue_scores(k_tile, q_tile, stage, scores, warpgroup)
-                    await_product(1, dq_acc, dq_regs)
+                    trip.issue_scores(k_tile, q_tile, stage, scores, warpgroup)
+                    await_product(1, dq_acc)
                     if step > 0:
-                        ends = (first_until, last_from)
-                        hand_over(
+                        trip.hand_over(
                             dq_acc, dq_16, dq_tiles, dq_free, step - 1, warpgroup, ends, scale
                         )
-                    T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
-                    issue_scores(v_tile, dout_tile, other, dp, warpgroup)
                     call("let_go", 1 - warpgroup, GO + 1)
-                    await_product(1, scores, score_regs)
-                    m_start = m * BLOCK_M
-                    exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
-                    add_product(dv_acc, p, dout_tile, other)
-                    await_product(1, dp, score_regs)
-                    differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    add_product(dk_acc, ds, q_tile, stage)
+                    T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
+                    trip.issue_scores(v_tile, dout_tile, other, dp, warpgroup)
+                    trip.await_scores(1, scores, lse, stats_tile, other, 0)
+                    trip.exponentiate(scores, p, lse, qk_scale, m * BLOCK_M, n_start)
+                    trip.add_product(dv_acc, p, dout_tile, other)
+                    trip.await_scores(1, dp, delta, stats_tile, other, 1)
+                    trip.differentiate(scores, dp, delta, ds, ds_tile, step % 2)
+                    trip.add_product(dk_acc, ds, q_tile, stage)
                     wgmma.fence_stores()
                     call("let_go", warpgroup, GO)
-                    await_product(1, dv_acc, acc_regs)
+                    await_product(1, dv_acc)
                     release(dout_free, other)
                     head = T.Select(head + 1 == group, 0, head + 1)
                     if head == 0:
                         m = m + T.Select(is_late, -1, 1)
-                    await_product(0, dk_acc, acc_regs)
+                    await_product(0, dk_acc)
                     release(q_free, stage)
                 call("wait_to_go", GO + warpgroup)
                 call("let_go", 1 - warpgroup, GO + 1)
-                issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
-                T.copy(dv_acc, v_tile)  # its own keys' values, which nobody else read
+                trip.issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
+                await_product(0, dq_acc)
+                trip.hand_over(dq_acc, dq_16, dq_tiles, dq_free, steps - 1, warpgroup, ends, scale)
+                place_of_grads = (batch, kv_head, n_start, warpgroup)
+                trip.store(dv_acc, grad_16, v_tile, dv, *place_of_grads)
                 for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
                     dk_acc[j, d] *= scale
-                await_product(0, dq_acc, dq_regs)
-                ends = (first_until, last_from)
-                hand_over(dq_acc, dq_16, dq_tiles, dq_free, steps - 1, warpgroup, ends, scale)
-                T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
-                T.copy(dk_acc, k_tile)
-                wgmma.fence_stores()
-                T.sync_threads(MEET, WORKERS)
-                T.copy(k_tile, dk[batch, kv_head, keys, 0:HEAD_DIM])
-                T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
+                T.tma_store_wait(0)
+                call("meet", MEET + warpgroup)
+                trip.store(dk_acc, grad_16, v_tile, dk, *place_of_grads)
+                T.tma_store_wait(0)
 
     return attention_bwd_hopper

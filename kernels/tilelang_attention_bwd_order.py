@@ -17,6 +17,11 @@ All heads are late where early blocks would share too little in L2: those that r
 queries all over the head, late ones at the same. That is so of heads with many queries, and of
 grouped ones: a block goes past the queries of every query head that reads its keys.
 
+Of early heads those go together whose queries fit in L2. Late blocks share a few tiles, not the
+head, so that more heads may: of each head fewer blocks then run at once, and fewer stand behind one
+that is held up, or are to start a step apart. Each time that a head's blocks at work have gone past
+its queries, though, these have left L2, and the fewer blocks, the more often they come again.
+
 What a head's order is does not depend on the batch: a batch element's bits do not, either.
 """
 
@@ -24,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 L2_BYTES = 2**25  # of q, dout and dq_sum for blocks that work at once to share
+LATE_HEADS = 4  # that go together at least, if there are as many (measured: benchmarks/NOTES.md)
 
 
 def num_late(Hkv: Any, group: Any, Sq: Any, HEAD_DIM: int) -> Any:
@@ -48,8 +54,8 @@ def locate(
     HEAD_DIM: int,
     keep: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[Any, Any, Any, Any]:
-    """(tile of keys, key head, batch element, whether it is late) of a block. Heads whose tiles of
-    queries fit in L2 go together; of a head the blocks are in the order of its turns.
+    """(tile of keys, key head, batch element, whether it is late) of a block. As many heads as are
+    to go together take turns; of a head the blocks are in the order of its turns.
 
     keep: makes a variable of a number. What is read several times would be computed as often, and
     dozens of divisions take a block longer than a trip of its loop.
@@ -63,7 +69,7 @@ def locate(
     num_heads = keep(T.Select(is_late, late * B, num_early))
     of_element = keep(T.max(T.Select(is_late, late, Hkv - late), 1))
 
-    width = T.max(T.truncdiv(_queries_in_l2(HEAD_DIM), Sq), 1)
+    width = T.max(T.truncdiv(_queries_in_l2(HEAD_DIM), Sq), T.Select(is_late, LATE_HEADS, 1))
     width = keep(T.max(T.min(width, num_heads), 1))  # or width * num_n might not fit in 32 bits
     turn = keep(T.truncdiv(rest, width * num_n))
     rest = keep(rest - turn * width * num_n)

@@ -21,8 +21,10 @@ within a block, over its steps, every wait ends.
 A tile goes in halves of 64 x 64, one of each warpgroup.
 
 Memory that one proxy (threads, or the copy engine) has written and another reads needs a fence
-between: before a turn ends, and after one whose sum is then brought, as it is threads that wait and
-the copy engine that reads. To add, which L2 does once the sum before is there, none is needed.
+between. Before a turn ends there is one in what the thread waits for: a bulk copy's completion is
+followed by a fence of both proxies (PTX ISA, "Async proxy"). After a turn whose sum is then brought
+there has to be one, as it is threads that wait and the copy engine that reads. To add, which L2
+does once the sum before is there, none is needed.
 """
 
 from typing import Any
@@ -56,7 +58,6 @@ __device__ __forceinline__ void wait_turn(int *turn, int value) {
   } while (seen < value);
 }
 __device__ __forceinline__ void end_turn(int *turn, int value) {
-  asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
 }
 """

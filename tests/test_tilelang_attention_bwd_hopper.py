@@ -87,7 +87,7 @@ def number(x) -> int:
         (5, 3, 1, 1, 100),
         (3, 2, 12, 1, 300),  # two heads late
         (4, 2, 17, 1, 2000),  # three, and heads of the second batch element go with the first's
-        (7, 2, 3, 1, 100000),  # heads too long for L2, one at a time
+        (7, 2, 3, 1, 100000),  # heads too long for L2: all are late, four at a time and then two
         (3, 3, 4, 2, 300),  # grouped
     ],
 )
@@ -107,6 +107,31 @@ def test_every_block_waits_for_one_that_started_before(num_n, B, Hkv, group, Sq,
             before = tile - 1 if is_late else tile + 1
             assert started[before, head, element] < started[tile, head, element]
             assert number(order.turn_of(before, num_n, is_late)) == turn - 1
+
+
+@pytest.mark.parametrize(
+    ("B", "Hkv", "group", "Sq", "D", "early", "late"),
+    [
+        (1, 16, 1, 16384, 128, 2, 2),  # 32 MiB of L2; two heads are late
+        (4, 16, 1, 4096, 128, 8, 8),  # of all batch elements
+        (1, 12, 1, 65536, 64, 1, 2),
+        (1, 16, 1, 65536, 128, 0, 4),  # all late, and four at least go together
+        (1, 4, 4, 1024, 128, 0, 4),  # more would fit in L2
+        (3, 1, 1, 10**6, 64, 0, 3),
+    ],
+)
+def test_so_many_heads_go_together(B, Hkv, group, Sq, D, early, late):
+    num_n = 3
+    number_late = number(order.num_late(Hkv, group, Sq, D))
+    heads: dict[bool, list] = {False: [], True: []}
+    for block in range(num_n * B * Hkv):
+        place = order.locate(block, num_n, B, Hkv, number_late, Sq, D)
+        _, head, element, is_late = map(number, place)
+        heads[bool(is_late)].append((element, head))
+    for is_late, expected in ((False, early), (True, late)):
+        started = heads[is_late]
+        assert len(set(started[:expected])) == expected
+        assert started[expected : 2 * expected] == started[:expected]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -165,6 +190,12 @@ def test_it_is_what_it_is_meant_to_be():
     position = source.index("wgmma_rs<", stored)
     assert "wgmma_ss<" not in source[stored:position]
     assert position < source.index("fence_proxy_async", stored) < source.index("let_go(", stored)
+    # The second warpgroup is let go ahead of dp; statistics are read ahead of what they are for.
+    let_go = source.index("let_go((1 - warpgroup)")
+    order_of_calls = ["(lse + ", "wait_wgmma<1>", "exp2f(", "(delta + ", "wait_wgmma<1>"]
+    position = source.index("(((bfloat16_t*)v_tile)[0])", let_go)
+    for word in order_of_calls:
+        position = source.index(word, position) + 1
     # Plain stores of dq stay ahead of their fence, which by itself orders nothing for the compiler.
     handed = r"settle\(\);\s+tl::fence_proxy_async\(\);\s+hand_in\("
     assert len(re.findall(handed, source)) == 2
@@ -269,6 +300,20 @@ def test_gradients_are_the_same_bits_under_load(D, is_causal):
                 torch.mm(a, a)
         assert_same_bits(run_attention("tilelang", q, k, v, dout, is_causal=is_causal), first)
     torch.cuda.synchronize()
+
+
+@on_hopper
+@pytest.mark.contract("determinism", kernel="tilelang")
+@pytest.mark.parametrize(("Hq", "Hkv", "S"), [(5, 5, 700), (8, 2, 700), (3, 3, 40000)])
+def test_a_batch_elements_bits_are_its_own(Hq, Hkv, S):
+    # Some heads are late, or all of them; and more go together than one element has.
+    q, k, v = make_qkv(3, Hq, Hkv, S, S, 128, device="cuda", dtype=BF16)
+    inputs = (q, k, v, torch.randn_like(q))
+    whole = run_attention("tilelang", *inputs, is_causal=True)
+    for i in range(3):
+        alone = run_attention("tilelang", *(t[i : i + 1] for t in inputs), is_causal=True)
+        for name in GRADS:
+            assert torch.equal(getattr(whole, name)[i : i + 1], getattr(alone, name)), name
 
 
 @on_hopper
