@@ -36,6 +36,11 @@ __device__ __forceinline__ void hand_in(int barrier) {
 __device__ __forceinline__ void wait_for_hand_in(int barrier) {
   asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
 }
+__device__ __forceinline__ int take_task(long long counter) {
+  int number = 0;
+  if (threadIdx.x % 32 == 0) number = atomicAdd(reinterpret_cast<int *>(counter), 1);
+  return __shfl_sync(~0u, number, 0);
+}
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
 #pragma unroll
@@ -188,9 +193,10 @@ def make_macros(shape: Shape) -> Trip:
         wgmma.store_own_rows(ds, ds_tile, buffer, is_hidden=True)
 
     @T.macro
-    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, step, warpgroup, ends, scale):
-        """dq_acc to the step's adder; by the last of those who add, dq."""
+    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale):
+        """dq_acc to a step's adder; by the last of those who add, dq."""
         dq_tile, dq_rounded = dq_tiles
+        step, adder, warpgroup = by
         first_until, last_from = ends
         T.barrier_wait(dq_free[warpgroup], step % 2)
         if step >= last_from:
@@ -204,7 +210,7 @@ def make_macros(shape: Shape) -> Trip:
         else:
             T.copy(dq_acc, dq_tile)
         wgmma.fence_stores()
-        call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
+        call("hand_in", FULL + adder * 2 + warpgroup)
 
     @T.macro
     def store(grad, grad_16, tile, to, batch, head, n_start, warpgroup):

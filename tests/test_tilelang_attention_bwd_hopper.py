@@ -1,8 +1,9 @@
 """What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, in two
 orders, warpgroups half a trip apart, buffers that come round, tiles that no block adds to.
 
-A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
-buffers, of dout in two: from the fourth tile, or the third, on a buffer is filled again.
+A task is 128 keys, past which stream tiles of 64 (heads 128 wide) or 128 queries, in three buffers,
+of dout in two: from the fourth tile, or the third, on a buffer is filled again. Up to 4096 queries
+a block takes one task after the other, above it has one.
 """
 
 import itertools
@@ -197,8 +198,16 @@ def test_it_is_what_it_is_meant_to_be():
     for word in order_of_calls:
         position = source.index(word, position) + 1
     # Plain stores of dq stay ahead of their fence, which by itself orders nothing for the compiler.
-    handed = r"settle\(\);\s+tl::fence_proxy_async\(\);\s+hand_in\("
+    then = r"\s+(?:\}\s+if \([^\n]*\{\s+)?"  # TileLang may say a condition again
+    handed = rf"settle\(\);{then}tl::fence_proxy_async\(\);{then}hand_in\("
     assert len(re.findall(handed, source)) == 2
+    # Where blocks stay they have no task but by the counter, the first one too.
+    assert source.count("number = take_task(taken)") == 2
+    assert source.index("number = take_task(taken)") < source.index("tl::tma_load(")
+    # Keys may be overwritten once the last dq has been made of them.
+    assert source.index("wait_wgmma<0>", source.rindex("tl::wgmma_ss<")) < source.index(
+        "k_free[0].a"
+    )
     # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
     order_of_calls = [turn, "fence_proxies(", "dq_read[", "load_tile(", "rounded_read[", "dq_free["]
@@ -233,6 +242,7 @@ def test_it_is_what_it_is_meant_to_be():
         (64, 4, 1, 1, 1000, "bhsd"),  # one query, which each block adds to
         (128, 2, 2, 1, 1, "bhsd"),
         (128, 2, 2, 64, 128, "bhsd"),  # one tile: one trip of the loop, an adder for it
+        (64, 2, 2, 4100, 200, "bhsd"),  # blocks that do not stay
         (64, 2, 2, 390, 260, "step2"),
     ],
 )
@@ -272,10 +282,11 @@ def test_each_tile_of_keys_is_in_dq_once(D):
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
     [
-        (4, 16, 4, 1700, 1700, 128),  # 224 blocks of 4 heads each
-        (2, 32, 32, 1000, 1000, 64),  # 512 blocks, one at a time to a multiprocessor
+        (4, 16, 4, 1700, 1700, 128),  # 224 tasks of 4 heads each
+        (2, 32, 32, 1000, 1000, 64),  # 512 tasks, some four to a block
+        (1, 12, 12, 5000, 1700, 128),  # 168 blocks, one at a time to a multiprocessor
         (1, 12, 6, 20000, 500, 128),  # heads that fit in L2 one at a time
-        (20000, 4, 2, 3, 3, 64),  # 80000 tiles; heads that go together, and fewer that are left
+        (20000, 4, 2, 3, 3, 64),  # 40000 tasks of one step; heads that are left go together
     ],
 )
 def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D, is_causal):
@@ -319,10 +330,12 @@ def test_a_batch_elements_bits_are_its_own(Hq, Hkv, S):
 @on_hopper
 @pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
 def test_two_streams_at_once():
-    # Of different shapes: each has turns and sums of its own.
+    # Of different shapes: each has turns and sums of its own. And of more tasks than there are
+    # multiprocessors, so that neither can have all of them: blocks that stay while a task that they
+    # wait for is nobody's would wait for ever.
     inputs = [
-        make_qkv(2, 16, 4, 1500, 1500, 128, device="cuda", dtype=BF16),
-        make_qkv(1, 16, 16, 1000, 2100, 64, device="cuda", dtype=BF16, seed=1),
+        make_qkv(6, 16, 4, 1500, 1500, 128, device="cuda", dtype=BF16),
+        make_qkv(2, 16, 16, 1000, 2100, 64, device="cuda", dtype=BF16, seed=1),
     ]
     douts = [torch.randn_like(q) for q, _, _ in inputs]
     runs = [(*qkv, dout) for qkv, dout in zip(inputs, douts, strict=True)]
