@@ -41,6 +41,7 @@ from minitx.kernels.tilelang_attention_bwd import (
 )
 from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper
 from minitx.kernels.tilelang_attention_bwd_rows import build_attention_bwd_prepare
+from minitx.kernels.tilelang_attention_bwd_trip_hopper import BLOCK_N
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
@@ -63,6 +64,9 @@ DTYPE_NAMES = {
 ALIGNMENT = 16  # bytes, of every row that TMA fetches
 MAX_STRIDE = 2**37  # elements: TMA counts to 2^40 bytes; none but that of a dim of one is larger
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
+# Up to so many the backward for Hopper has blocks that stay, which hides what a task begins and
+# ends with (measured: benchmarks/NOTES.md). Of more queries that is little.
+FEW_QUERIES = 4096
 
 
 def tilelang_attention(
@@ -293,6 +297,11 @@ class Backward:
         self.stats = Empty.contiguous((B, Hq, 2, S), torch.float32, device)
         self.dq_sum = Empty.contiguous((num_tiles, DQ_TILE), torch.float32, device)
         self.turns = Empty.contiguous((num_tiles,), torch.int32, device)
+        self.taken = Empty.contiguous((1,), torch.int32, device)
+        if build_attention_bwd_hopper in self.kernels:
+            self.num_blocks = B * Hkv * -(-Skv // BLOCK_N)
+            if Sq <= FEW_QUERIES:
+                self.num_blocks = min(self.num_blocks, multiprocessors(device))
 
     def __call__(
         self,
@@ -324,9 +333,10 @@ class Backward:
         kernels, stats = self.kernels, self.stats.make()
         rows = (out, dout, lse, lse if dlse is None else dlse, stats)
         if hopper := kernels.get(build_attention_bwd_hopper):
-            dq_sum, turns = self.dq_sum.make(), self.turns.make()
-            kernels[build_attention_bwd_prepare](*rows, turns)
-            hopper(q, k, v, dout, stats, dq, dk, dv, dq_sum, turns, *self.numbers)
+            dq_sum, turns, taken = self.dq_sum.make(), self.turns.make(), self.taken.make()
+            kernels[build_attention_bwd_prepare](*rows, turns, taken)
+            work = (taken.data_ptr(), self.num_blocks)
+            hopper(q, k, v, dout, stats, dq, dk, dv, dq_sum, turns, *work, *self.numbers)
             if self.num_empty > 0:
                 dq.narrow(2, 0, self.num_empty).zero_()
             return

@@ -1,26 +1,31 @@
 """Builders of the attention backward for Hopper, scheduled by hand: all gradients in one kernel.
 
 The maths, arguments and limits are those of `tilelang_attention_bwd.py`, but scores are made
-once: five products where the kernels there make seven. A block owns 128 keys of one key head and
-streams past them the queries of every query head that reads it, in tiles of 8192 elements:
+once: five products where the kernels there make seven. A task is 128 keys of one key head, past
+which stream the queries of every query head that reads it, in tiles of 8192 elements:
 
     s^T = k q^T,  dp^T = v dout^T        [keys, queries], both operands in shared memory
     dv += p^T dout,  dk += ds^T q        p^T and ds^T in registers
     dq(tile) = ds k                      ds^T in shared memory, of both warpgroups
 
-Who does what. Two warpgroups compute, 64 keys each; of a third, one warp fetches tiles and three
-add tiles of dq to memory, every third one each: in turn, that takes longer than a step does. The
-warpgroups that compute are half a trip of the loop apart, so that one issues products while the
-other exponentiates. In a trip, each will
+Where there are fewer blocks than tasks they stay, and take one after the other: of the next one the
+first queries are there, and its keys on their way, while the sums of the last one are written.
+Steps are counted on from task to task, and so are the rounds of buffers.
+
+Who does what. Two warpgroups compute, 64 keys each; of a third, one warp takes tasks and fetches
+tiles, and three add tiles of dq to memory, every third one each: in turn, that takes longer than a
+step does. The warpgroups that compute are half a trip of the loop apart, so that one issues
+products while the other exponentiates. In a trip, each will
 
     issue dq of the last tile, of which by now both have shared ds, and s; wait for dq
-    hand dq over, beside s; issue dp, and the first one lets the second go
+    hand dq over, beside s, and the first one lets the second go; issue dp
     wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds, beside dv; issue dk; share ds
     and the second one lets the first go; wait for dv and dk
 
-Nothing is in flight from trip to trip. `tilelang_attention_bwd_order.py` says in which order blocks
-take tiles, `tilelang_attention_dq_sum.py` how they sum dq.
+Nothing is in flight from trip to trip. `tilelang_attention_bwd_trip_hopper.py` has the parts of a
+trip, `tilelang_attention_bwd_order.py` says in which order tasks and tiles are taken,
+`tilelang_attention_dq_sum.py` how they sum dq.
 """
 
 from typing import Any
@@ -28,44 +33,30 @@ from typing import Any
 from minitx.kernels import tilelang_attention_bwd_order as order
 from minitx.kernels import tilelang_attention_dq_sum as dq_sums
 from minitx.kernels import tilelang_wgmma as wgmma
-from minitx.kernels.tilelang_attention_bwd import at_most_0, stats_tensor
+from minitx.kernels.tilelang_attention_bwd import stats_tensor
+from minitx.kernels.tilelang_attention_bwd_trip_hopper import (
+    ADDERS,
+    BLOCK_N,
+    FULL,
+    GO,
+    HELPERS,
+    MEET,
+    WORKERS,
+    Shape,
+    by_query,
+    call,
+    make_macros,
+)
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, place_in_tile
 from minitx.kernels.tilelang_products import make_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
-from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
 
-BLOCK_N = 128  # keys
 Q_STAGES, DOUT_STAGES = 3, 2  # in flight; q is read for longer, by dk
-WORKERS = 256  # threads that compute
-ADDERS = 3  # warps that add tiles of dq to memory
-# Named barriers; TileLang takes number 1 for its own.
-FULL = 2  # at FULL + 2 * i + j adder i (a warp) waits for its half of dq from warpgroup j
-MEET = FULL + 2 * ADDERS  # the warpgroups that compute
-GO = MEET + 1  # at GO + i warpgroup i waits for the other one
-
-HELPERS = r"""
-__device__ __forceinline__ void let_go(int is_it, int barrier) {
-  asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p bar.arrive %1, 256; }"
-               :: "r"(is_it), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_to_go(int barrier) {
-  asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void hand_in(int barrier) {
-  asm volatile("bar.arrive %0, 160;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_for_hand_in(int barrier) {
-  asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
-}
-template <int count>
-__device__ __forceinline__ void forget(float *registers) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "=f"(registers[i]));
-}
-"""
+# What a block's warps are told of a task, of which there are two at a time. A tile of -1: no more.
+TILE, HEAD, BATCH, IS_LATE = range(4)
 
 
 def build_attention_bwd_hopper(
@@ -75,117 +66,35 @@ def build_attention_bwd_hopper(
     a key: those are not written.
 
     dq_sum [B * Hq * tiles, DQ_TILE] float32, each tile in an order of its own (`place_in_tile`), is
-    for the sums. turns [B * Hq * tiles] int32 starts as zeros. dtype is of 16 bits, HEAD_DIM 64 or
-    128; the rest as in `build_attention_bwd_dkdv`."""
+    for the sums. turns [B * Hq * tiles] and taken [1], which counts tasks, are int32 and start as
+    zeros; taken goes by its address. blocks: as many as there are tasks, or fewer, which then
+    stay. dtype is of 16 bits, HEAD_DIM 64 or 128; the rest as in `build_attention_bwd_dkdv`."""
     import tilelang.language as T
 
-    BLOCK_M = DQ_TILE // HEAD_DIM
     tensor = make_tensor(lang, dtype)
     B, Hq, Hkv, Sq, Skv, S, tiles = sizes("B", "Hq", "Hkv", "Sq", "Skv", "S", "tiles")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
-    Q_BYTES, DS_BYTES = DQ_TILE * 2, BLOCK_N * BLOCK_M * 2
-    score_regs, acc_regs, dq_regs = BLOCK_M // 2, HEAD_DIM // 2, DQ_TILE // WORKERS
-
-    def first_tile(n_start, diagonal):
-        """The first tile of queries with one that reads keys from n_start on."""
-        return T.truncdiv(T.max(n_start + 1 - diagonal, 0), BLOCK_M) if IS_CAUSAL else 0
-
-    def call(function, *arguments):
-        """A statement that calls one of HELPERS."""
-        return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
+    shape = Shape(IS_CAUSAL, HEAD_DIM, Sq, Skv)
+    BLOCK_M, first_tile = shape.BLOCK_M, shape.first_tile
+    trip = make_macros(shape)
+    release, await_product = trip.release, trip.await_product
 
     def keep(value):
         return T.alloc_var("int32", init=value)[0]
 
-    def forget(tile, count):
-        """Says that a tile's old values are not used: a product that clears it reads it all the
-        same, as far as the compiler knows, and it would hold its registers from trip to trip."""
-        return call(f"forget<{count}>", tile.data)
-
     def fetch(region, tile, barrier):
         """By the threads of a warp, who arrive at the barrier once all is asked for."""
         return T.tma_copy(region, tile, barrier=barrier, leader_scope_threads=32)
+
+    def take(taken):
+        """By the threads of a warp, one task's number for all."""
+        return T.call_extern("int32", "take_task", taken)  # type: ignore[attr-defined]
 
     def half_of_dq(dq, batch, head, m, half):
         """The part of a tile that is a warpgroup's: 64 queries of 128, or 64 columns."""
         start, column = (m * 2 + half, 0) if BLOCK_M == 128 else (m, half)
         rows = slice(start * 64, start * 64 + 64)
         return dq[batch, head, rows, column * 64 : column * 64 + 64]
-
-    @T.macro
-    def await_product(pending, tile, registers):
-        """All products but the last `pending` issued have ended, and tile's is among them."""
-        T.wait_wgmma(pending)
-        T.warpgroup_fence_operand(tile, num_regs=registers)
-
-    @T.macro
-    def release(barriers, index):
-        if T.shuffle_elect(32):
-            T.barrier_arrive(barriers[index])
-
-    @T.macro
-    def exponentiate(scores, p, stats_tile, stage, qk_scale, m_start, n_start, diagonal):
-        """scores to probabilities, in 16 bits to p."""
-        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-            scores[j, i] = T.exp2(at_most_0(scores[j, i] * qk_scale - stats_tile[stage, 0, i]))
-        # Queries and keys past the end are zeros; 0 times an infinite key is NaN, and 0 itself may
-        # be a score far above the others.
-        crosses_end = m_start + BLOCK_M > Sq
-        hides_keys = (m_start + diagonal if IS_CAUSAL else Skv) < n_start + BLOCK_N
-        if crosses_end or hides_keys:
-            for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-                end = m_start + i + diagonal if IS_CAUSAL else Skv
-                is_seen = (m_start + i < Sq) & (n_start + j < end)
-                scores[j, i] = T.if_then_else(is_seen, scores[j, i], 0.0)
-        T.copy(scores, p)
-
-    @T.macro
-    def differentiate(scores, dp, stats_tile, stage, ds, ds_tile, buffer):
-        """ds, and to shared memory, for both warpgroups; a fence is wanted before they are told."""
-        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-            dp[j, i] = scores[j, i] * (dp[j, i] - stats_tile[stage, 1, i])
-        T.copy(dp, ds)
-        wgmma.store_own_rows(ds, ds_tile, buffer, is_hidden=True)
-
-    @T.macro
-    def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
-        """s^T, and dp^T of v and dout."""
-        forget(scores, score_regs)
-        keys = Operand(k_tile, True, own_rows(warpgroup))
-        queries = Operand(q_tile, True, stage * Q_BYTES)
-        wgmma.issue_product(scores, keys, queries, HEAD_DIM, clear=True)
-
-    @T.macro
-    def issue_dq(ds_tile, buffer, k_tile, dq_acc, warpgroup):
-        """A warpgroup's half."""
-        forget(dq_acc, dq_regs)
-        first = wgmma.own_columns(warpgroup, ds_tile)  # as many bytes as of k_tile
-        ds = Operand(ds_tile, False, buffer * DS_BYTES + (first if BLOCK_M == 128 else 0))
-        keys = Operand(k_tile, False, first if BLOCK_M == 64 else 0)
-        wgmma.issue_product(dq_acc, ds, keys, BLOCK_N, clear=True)
-
-    def add_product(sums, factor, tile, stage):
-        """dv of p and dout, and dk of ds and q."""
-        return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
-
-    @T.macro
-    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, step, warpgroup, ends, scale):
-        """dq_acc to the step's adder; by the last of those who add, dq."""
-        dq_tile, dq_rounded = dq_tiles
-        first_until, last_from = ends
-        T.barrier_wait(dq_free[warpgroup], step % 2)
-        if step >= last_from:
-            if step >= first_until:
-                for i, d in T.Parallel(128, 64):
-                    dq_acc[i, d] += dq_tile[i, d]
-            for i, d in T.Parallel(128, 64):
-                dq_acc[i, d] *= scale
-            T.copy(dq_acc, dq_16)
-            wgmma.store_own_rows(dq_16, dq_rounded, 0)
-        else:
-            T.copy(dq_acc, dq_tile)
-        wgmma.fence_stores()
-        call("hand_in", FULL + step % ADDERS * 2 + warpgroup)
 
     @T.prim_func
     def attention_bwd_hopper(
@@ -199,6 +108,8 @@ def build_attention_bwd_hopper(
         dv: tensor("dv", B, Hkv, Skv),
         dq_sum: T.Tensor((tiles, DQ_TILE), "float32"),
         turns: T.StridedTensor((tiles,), (1,), "int32"),
+        taken: T.int64,
+        blocks: T.int32,
         group: T.int32,
         qk_scale: T.float32,
         scale: T.float32,
@@ -213,7 +124,9 @@ def build_attention_bwd_hopper(
         )
         num_n = T.ceildiv(Skv, BLOCK_N)
         num_m = T.ceildiv(Sq, BLOCK_M)
-        with T.Kernel(B * Hkv * num_n, threads=WORKERS + 128) as block:
+        tasks = B * Hkv * num_n
+        stays = tasks > blocks
+        with T.Kernel(blocks, threads=WORKERS + 128) as block:
             T.import_source(HELPERS + wgmma.HELPERS + dq_sums.HELPERS)
             k_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((BLOCK_N, HEAD_DIM), dtype)
@@ -224,6 +137,7 @@ def build_attention_bwd_hopper(
             # Both halves of a tile, of 64 x 64; of one stage, as store_own_rows wants them.
             dq_tile = T.alloc_shared((128, 64), "float32")
             dq_rounded = T.alloc_shared((1, 128, 64), dtype)
+            task = T.alloc_shared((2, 4), "int32", scope="shared")
             scores = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             dp = T.alloc_fragment((BLOCK_N, BLOCK_M), "float32")
             p = T.alloc_fragment((BLOCK_N, BLOCK_M), dtype)
@@ -232,7 +146,14 @@ def build_attention_bwd_hopper(
             dq_16 = T.alloc_fragment((128, 64), dtype)
             dk_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
             dv_acc = T.alloc_fragment((BLOCK_N, HEAD_DIM), "float32")
-            # The first of q brings the keys, the first of dout the values.
+            grad_16 = T.alloc_fragment((BLOCK_N, HEAD_DIM), dtype)
+            lse = T.alloc_fragment((BLOCK_M,), "float32")
+            delta = T.alloc_fragment((BLOCK_M,), "float32")
+            task_full = T.alloc_barrier([1] * 2)
+            task_free = T.alloc_barrier([8 + ADDERS] * 2)
+            k_free = T.alloc_barrier([8])
+            v_free = T.alloc_barrier([2])
+            # A task's first of q brings the keys, its first of dout the values.
             q_full = T.alloc_barrier([32] * Q_STAGES)
             q_free = T.alloc_barrier([8] * Q_STAGES)
             dout_full = T.alloc_barrier([32] * DOUT_STAGES)
@@ -242,169 +163,270 @@ def build_attention_bwd_hopper(
             dq_read = T.alloc_barrier([1] * (2 * ADDERS))
             rounded_read = T.alloc_barrier([1] * (2 * ADDERS))
             tiles_of_16_bits = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_rounded)
-            wgmma.lay_out(tiles_of_16_bits, (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc))
+            products = (scores, dp, p, ds, dq_acc, dq_16, dk_acc, dv_acc, grad_16)
+            wgmma.lay_out(tiles_of_16_bits, products)
+            T.annotate_layout({lse: by_query(BLOCK_M), delta: by_query(BLOCK_M)})
             T.annotate_layout({dq_tile: T.Layout((128, 64), place_in_tile)})
 
             dq_tiles = (dq_tile, dq_rounded)
 
             tx = T.get_thread_binding()
             late = order.num_late(Hkv, group, Sq, HEAD_DIM) if IS_CAUSAL else 0
-            place = order.locate(block, num_n, B, Hkv, late, Sq, HEAD_DIM, keep)
             # Variables: an expression would be computed anew wherever it is read.
-            tile = T.alloc_var("int32", init=place[0])
-            kv_head = T.alloc_var("int32", init=place[1])
-            batch = T.alloc_var("int32", init=place[2])
-            is_late = T.alloc_var("bool", init=place[3])
-            n_start = tile * BLOCK_N
-            keys = slice(n_start, n_start + BLOCK_N)
-            diagonal = Skv - Sq + 1  # query i reads keys below i + diagonal
-            first_m = first_tile(n_start, diagonal)
-            of_next = first_tile(n_start + BLOCK_N, diagonal)
-            next_m = T.alloc_var("int32", init=T.Select(tile + 1 == num_n, num_m, of_next))
-            # Of each head; one tile at least: the last query reads every key.
-            steps = group * (num_m - first_m)
-            ends = order.first_and_last_steps(tile, group, first_m, next_m, num_m, is_late)
-            first_until = T.alloc_var("int32", init=ends[0])
-            last_from = T.alloc_var("int32", init=ends[1])
+            served = T.alloc_var("int32", init=0)  # tasks
+            tile = T.alloc_var("int32", init=0)
+            kv_head = T.alloc_var("int32", init=0)
+            batch = T.alloc_var("int32", init=0)
+            is_late = T.alloc_var("bool", init=False)
+            first_m = T.alloc_var("int32", init=0)
+            next_m = T.alloc_var("int32", init=0)
+            first_until = T.alloc_var("int32", init=0)
+            last_from = T.alloc_var("int32", init=0)
+            steps = T.alloc_var("int32", init=0)  # one at least: the last query reads every key
 
             if tx >= WORKERS:
                 T.set_max_nreg(24, 0)
                 if tx < WORKERS + 32:
-                    k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
-                    v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
-                    fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, q_full[0])
-                    for step in T.serial(steps):
-                        at = order.step_at(step, group, first_m, num_m, is_late)
-                        head, m_start = kv_head * group + at[0], at[1] * BLOCK_M
-                        queries = slice(m_start, m_start + BLOCK_M)
-                        stage = step % Q_STAGES
-                        T.barrier_wait(q_free[stage], 1 - step // Q_STAGES % 2)
-                        of_q = q[batch, head, queries, 0:HEAD_DIM]
-                        fetch(of_q, q_tile[stage, :, :], q_full[stage])
-                        T.barrier_arrive(q_full[stage])
-                        if step == 0:
-                            fetch(v[v_batch, v_head, keys, 0:HEAD_DIM], v_tile, dout_full[0])
-                        other = step % DOUT_STAGES
-                        T.barrier_wait(dout_free[other], 1 - step // DOUT_STAGES % 2)
-                        of_dout = dout[batch, head, queries, 0:HEAD_DIM]
-                        fetch(of_dout, dout_tile[other, :, :], dout_full[other])
-                        of_stats = stats[batch, head, 0:2, queries]
-                        fetch(of_stats, stats_tile[other, :, :], dout_full[other])
-                        T.barrier_arrive(dout_full[other])
+                    passed = T.alloc_var("int32", init=0)  # steps
+                    number = T.alloc_var("int32", init=block)
+                    if stays:
+                        number = take(taken)
+                    while number < tasks:
+                        place = order.locate(number, num_n, B, Hkv, late, Sq, HEAD_DIM, keep)
+                        tile = place[0]
+                        kv_head = place[1]
+                        batch = place[2]
+                        is_late = place[3]
+                        T.barrier_wait(task_free[served % 2], 1 - served // 2 % 2)
+                        if T.shuffle_elect(32):
+                            task[served % 2, TILE] = tile
+                            task[served % 2, HEAD] = kv_head
+                            task[served % 2, BATCH] = batch
+                            task[served % 2, IS_LATE] = T.Select(is_late, 1, 0)
+                            T.barrier_arrive(task_full[served % 2])
+                        n_start = tile * BLOCK_N
+                        keys = slice(n_start, n_start + BLOCK_N)
+                        first_m = first_tile(n_start)
+                        steps = group * (num_m - first_m)
+                        k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
+                        v_batch, v_head = T.min(batch, Bv - 1), T.min(kv_head, Hv - 1)
+                        for step in T.serial(steps):
+                            at = order.step_at(step, group, first_m, num_m, is_late)
+                            head, m_start = kv_head * group + at[0], at[1] * BLOCK_M
+                            queries = slice(m_start, m_start + BLOCK_M)
+                            stage = passed % Q_STAGES
+                            T.barrier_wait(q_free[stage], 1 - passed // Q_STAGES % 2)
+                            of_q = q[batch, head, queries, 0:HEAD_DIM]
+                            fetch(of_q, q_tile[stage, :, :], q_full[stage])
+                            if step == 0:
+                                T.barrier_wait(k_free[0], 1 - served % 2)
+                                fetch(k[k_batch, k_head, keys, 0:HEAD_DIM], k_tile, q_full[stage])
+                            T.barrier_arrive(q_full[stage])
+                            other = passed % DOUT_STAGES
+                            T.barrier_wait(dout_free[other], 1 - passed // DOUT_STAGES % 2)
+                            of_dout = dout[batch, head, queries, 0:HEAD_DIM]
+                            fetch(of_dout, dout_tile[other, :, :], dout_full[other])
+                            of_stats = stats[batch, head, 0:2, queries]
+                            fetch(of_stats, stats_tile[other, :, :], dout_full[other])
+                            if step == 0:
+                                T.barrier_wait(v_free[0], 1 - served % 2)
+                                of_v = v[v_batch, v_head, keys, 0:HEAD_DIM]
+                                fetch(of_v, v_tile, dout_full[other])
+                            T.barrier_arrive(dout_full[other])
+                            passed += 1
+                        served += 1
+                        number = tasks
+                        if stays:
+                            number = take(taken)
+                    T.barrier_wait(task_free[served % 2], 1 - served // 2 % 2)
+                    if T.shuffle_elect(32):
+                        task[served % 2, TILE] = -1
+                        T.barrier_arrive(task_full[served % 2])
                 else:
                     adder = T.alloc_var("int32", init=T.truncdiv(tx - WORKERS, 32) - 1)
-                    turn = T.alloc_var("int32", init=order.turn_of(tile, num_n, is_late))
-                    # The first step to which the sum so far is brought.
-                    brings_from = T.alloc_var("int32", init=T.max(first_until, last_from))
-                    if (adder == 0) & (brings_from > 0):
-                        for half in T.unroll(2):
-                            release(dq_free, half)
-                    for use in T.serial(T.truncdiv(steps - adder + ADDERS - 1, ADDERS)):
-                        step = use * ADDERS + adder
-                        last = (step - 1) % ADDERS  # who adds the tile before
-                        phase_before = (step - 1) // ADDERS % 2
-                        at = order.step_at(step, group, first_m, num_m, is_late)
-                        head, m = kv_head * group + at[0], at[1]
-                        row = T.alloc_var("int32", init=(batch * Hq + head) * num_m + m)
-                        # Ahead of its part, which it need not wait for.
-                        if step >= first_until:
-                            dq_sums.wait_turn(turns, row, turn)
-                        if step >= brings_from:
-                            dq_sums.fence()
+                    # Who adds the tile before.
+                    last = T.alloc_var("int32", init=(adder + 2) % ADDERS)
+                    use = T.alloc_var("int32", init=0)
+                    step = T.alloc_var("int32", init=adder)  # of the task
+                    turn = T.alloc_var("int32", init=0)
+                    brings_from = T.alloc_var("int32", init=0)
+                    T.barrier_wait(task_full[0], 0)
+                    tile = task[0, TILE]
+                    while tile >= 0:
+                        kv_head = task[served % 2, HEAD]
+                        batch = task[served % 2, BATCH]
+                        is_late = task[served % 2, IS_LATE] > 0
+                        T.sync_warp()
+                        release(task_free, served % 2)
+                        n_start = tile * BLOCK_N
+                        first_m = first_tile(n_start)
+                        of_next = first_tile(n_start + BLOCK_N)
+                        next_m = T.Select(tile + 1 == num_n, num_m, of_next)
+                        steps = group * (num_m - first_m)
+                        ends = order.first_and_last_steps(
+                            tile, group, first_m, next_m, num_m, is_late
+                        )
+                        first_until = ends[0]
+                        last_from = ends[1]
+                        turn = order.turn_of(tile, num_n, is_late)
+                        # The first step to which the sum so far is brought.
+                        brings_from = T.max(first_until, last_from)
+                        while step < steps:
+                            phase_before = (use + T.Select(adder == 0, 1, 0)) % 2
+                            has_before = (use > 0) | (adder > 0)
+                            at = order.step_at(step, group, first_m, num_m, is_late)
+                            head, m = kv_head * group + at[0], at[1]
+                            row = T.alloc_var("int32", init=(batch * Hq + head) * num_m + m)
+                            # To its first tile a task's own adder gives the buffer, as before it
+                            # nobody knows whether the sum so far is to come there.
+                            if (step == 0) & (brings_from > 0):
+                                for half in T.unroll(2):
+                                    if has_before:
+                                        T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                        T.barrier_wait(rounded_read[last * 2 + half], phase_before)
+                                    release(dq_free, half)
+                            # Ahead of its part, which it need not wait for.
+                            if step >= first_until:
+                                dq_sums.wait_turn(turns, row, turn)
+                            if step >= brings_from:
+                                dq_sums.fence()
+                                for half in T.unroll(2):
+                                    if has_before:
+                                        T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                    if T.shuffle_elect(32):
+                                        at_half = dq_free[half]
+                                        dq_sums.load(dq_sum, row, half, dq_tile, at_half)
+                                    if has_before:
+                                        T.barrier_wait(rounded_read[last * 2 + half], phase_before)
+                                    release(dq_free, half)
                             for half in T.unroll(2):
-                                if step > 0:
-                                    T.barrier_wait(dq_read[last * 2 + half], phase_before)
+                                call("wait_for_hand_in", FULL + adder * 2 + half)
+                                if step >= last_from:
+                                    release(dq_read, adder * 2 + half)  # by the warps
+                                    rounded = dq_rounded[0, half * 64 : half * 64 + 64, 0:64]
+                                    to = half_of_dq(dq, batch, head, m, half)
+                                    T.tma_copy(rounded, to, leader_scope_threads=32)
+                                    T.tma_store_wait(0)
+                                else:
+                                    if T.shuffle_elect(32):
+                                        if step < first_until:
+                                            dq_sums.store(dq_tile, dq_sum, row, half)
+                                        else:
+                                            dq_sums.add(dq_tile, dq_sum, row, half)
+                                        T.tma_store_arrive()
+                                    T.tma_store_wait(0)  # this half has been read
+                                    release(dq_read, adder * 2 + half)
+                                release(rounded_read, adder * 2 + half)
+                                if step + 1 < brings_from:
+                                    release(dq_free, half)
+                            if step < last_from:
+                                T.tma_store_wait(0, False)  # dq_sum has been written
                                 if T.shuffle_elect(32):
-                                    at_half = dq_free[half]
-                                    dq_sums.load(dq_sum, row, half, dq_tile, at_half)
-                                if step > 0:
-                                    T.barrier_wait(rounded_read[last * 2 + half], phase_before)
-                                release(dq_free, half)
-                        for half in T.unroll(2):
-                            call("wait_for_hand_in", FULL + adder * 2 + half)
-                            if step >= last_from:
-                                release(dq_read, adder * 2 + half)  # by the warps
-                                rounded = dq_rounded[0, half * 64 : half * 64 + 64, 0:64]
-                                to = half_of_dq(dq, batch, head, m, half)
-                                T.tma_copy(rounded, to, leader_scope_threads=32)
-                                T.tma_store_wait(0)
-                            else:
-                                if T.shuffle_elect(32):
-                                    if step < first_until:
-                                        dq_sums.store(dq_tile, dq_sum, row, half)
-                                    else:
-                                        dq_sums.add(dq_tile, dq_sum, row, half)
-                                    T.tma_store_arrive()
-                                T.tma_store_wait(0)  # this half has been read
-                                release(dq_read, adder * 2 + half)
-                            release(rounded_read, adder * 2 + half)
-                            if step + 1 < brings_from:
-                                release(dq_free, half)
-                        if step < last_from:
-                            T.tma_store_wait(0, False)  # dq_sum has been written
-                            if T.shuffle_elect(32):
-                                dq_sums.end_turn(turns, row, turn + 1)
+                                    dq_sums.end_turn(turns, row, turn + 1)
+                            use += 1
+                            step += ADDERS
+                        step -= steps
+                        served += 1
+                        T.barrier_wait(task_full[served % 2], served // 2 % 2)
+                        tile = task[served % 2, TILE]
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
-                m = T.alloc_var("int32", init=T.Select(is_late, num_m - 1, first_m))
+                m = T.alloc_var("int32", init=0)
                 head = T.alloc_var("int32", init=0)  # of the group; both are counted, not divided
-                T.fill(dk_acc, 0)
-                T.fill(dv_acc, 0)
-                call("let_go", warpgroup, GO)
+                passed = T.alloc_var("int32", init=0)  # steps; what follows is counted so, too
+                start = T.alloc_var("int32", init=0)
+                end = T.alloc_var("int32", init=0)
+                stage = T.alloc_var("int32", init=0)
+                phase = T.alloc_var("int32", init=0)
                 # ptxas keeps what the warp shares in its registers only behind such a wait, of one
                 # thread.
                 if T.shuffle_elect(32):
-                    T.barrier_wait(q_full[0], 0)
+                    T.barrier_wait(task_full[0], 0)
                 T.sync_warp()
-                for step in T.serial(steps):
-                    stage = step % Q_STAGES
-                    other = step % DOUT_STAGES
-                    call("wait_to_go", GO + warpgroup)
-                    # In the first trip of nothing, for nobody: where a product is issued under a
-                    # condition, ptxas awaits every product at once (C7515).
-                    issue_dq(ds_tile, (step + 1) % 2, k_tile, dq_acc, warpgroup)
-                    T.barrier_wait(q_full[stage], step // Q_STAGES % 2)
-                    issue_scores(k_tile, q_tile, stage, scores, warpgroup)
-                    await_product(1, dq_acc, dq_regs)
-                    if step > 0:
-                        ends = (first_until, last_from)
-                        hand_over(
-                            dq_acc, dq_16, dq_tiles, dq_free, step - 1, warpgroup, ends, scale
-                        )
-                    T.barrier_wait(dout_full[other], step // DOUT_STAGES % 2)
-                    issue_scores(v_tile, dout_tile, other, dp, warpgroup)
-                    call("let_go", 1 - warpgroup, GO + 1)
-                    await_product(1, scores, score_regs)
-                    m_start = m * BLOCK_M
-                    exponentiate(scores, p, stats_tile, other, qk_scale, m_start, n_start, diagonal)
-                    add_product(dv_acc, p, dout_tile, other)
-                    await_product(1, dp, score_regs)
-                    differentiate(scores, dp, stats_tile, other, ds, ds_tile, step % 2)
-                    add_product(dk_acc, ds, q_tile, stage)
-                    wgmma.fence_stores()
+                tile = task[0, TILE]
+                while tile >= 0:
+                    is_late = task[served % 2, IS_LATE] > 0
+                    n_start = tile * BLOCK_N
+                    first_m = first_tile(n_start)
+                    of_next = first_tile(n_start + BLOCK_N)
+                    next_m = T.Select(tile + 1 == num_n, num_m, of_next)
+                    of_task = order.first_and_last_steps(
+                        tile, group, first_m, next_m, num_m, is_late
+                    )
+                    start = passed
+                    end = passed + group * (num_m - first_m)
+                    first_until = of_task[0] + passed
+                    last_from = of_task[1] + passed
+                    m = T.Select(is_late, num_m - 1, first_m)
+                    head = 0
+                    T.fill(dk_acc, 0)
+                    T.fill(dv_acc, 0)
                     call("let_go", warpgroup, GO)
-                    await_product(1, dv_acc, acc_regs)
-                    release(dout_free, other)
-                    head = T.Select(head + 1 == group, 0, head + 1)
-                    if head == 0:
-                        m = m + T.Select(is_late, -1, 1)
-                    await_product(0, dk_acc, acc_regs)
-                    release(q_free, stage)
-                call("wait_to_go", GO + warpgroup)
-                call("let_go", 1 - warpgroup, GO + 1)
-                issue_dq(ds_tile, (steps - 1) % 2, k_tile, dq_acc, warpgroup)
-                T.copy(dv_acc, v_tile)  # its own keys' values, which nobody else read
-                for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
-                    dk_acc[j, d] *= scale
-                await_product(0, dq_acc, dq_regs)
-                ends = (first_until, last_from)
-                hand_over(dq_acc, dq_16, dq_tiles, dq_free, steps - 1, warpgroup, ends, scale)
-                T.sync_threads(MEET, WORKERS)  # the other's dq read these keys too
-                T.copy(dk_acc, k_tile)
-                wgmma.fence_stores()
-                T.sync_threads(MEET, WORKERS)
-                T.copy(k_tile, dk[batch, kv_head, keys, 0:HEAD_DIM])
-                T.copy(v_tile, dv[batch, kv_head, keys, 0:HEAD_DIM])
+                    ends = (first_until, last_from)
+                    while passed < end:
+                        other = passed % DOUT_STAGES
+                        call("wait_to_go", GO + warpgroup)
+                        # In the first trip of nothing, for nobody: where a product is issued under
+                        # a condition, ptxas awaits every product at once (C7515).
+                        trip.issue_dq(ds_tile, (passed + 1) % 2, k_tile, dq_acc, warpgroup)
+                        T.barrier_wait(q_full[stage], phase)
+                        trip.issue_scores(k_tile, q_tile, stage, scores, warpgroup)
+                        await_product(1, dq_acc)
+                        if passed > start:
+                            before = T.Select(stage == 0, ADDERS - 1, stage - 1)
+                            by = (passed - 1, before, warpgroup)
+                            trip.hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale)
+                        call("let_go", 1 - warpgroup, GO + 1)
+                        T.barrier_wait(dout_full[other], passed // DOUT_STAGES % 2)
+                        trip.issue_scores(v_tile, dout_tile, other, dp, warpgroup)
+                        trip.await_scores(1, scores, lse, stats_tile, other, 0)
+                        trip.exponentiate(scores, p, lse, qk_scale, m * BLOCK_M, n_start)
+                        trip.add_product(dv_acc, p, dout_tile, other)
+                        trip.await_scores(1, dp, delta, stats_tile, other, 1)
+                        trip.differentiate(scores, dp, delta, ds, ds_tile, passed % 2)
+                        trip.add_product(dk_acc, ds, q_tile, stage)
+                        wgmma.fence_stores()
+                        call("let_go", warpgroup, GO)
+                        await_product(1, dv_acc)
+                        release(dout_free, other)
+                        head = T.Select(head + 1 == group, 0, head + 1)
+                        if head == 0:
+                            m = m + T.Select(is_late, -1, 1)
+                        await_product(0, dk_acc)
+                        release(q_free, stage)
+                        passed += 1
+                        stage += 1  # counted, as a number modulo 3 takes a division
+                        if stage == Q_STAGES:
+                            stage = 0
+                            phase = 1 - phase
+                    call("wait_to_go", GO + warpgroup)
+                    call("let_go", 1 - warpgroup, GO + 1)
+                    trip.issue_dq(ds_tile, (passed - 1) % 2, k_tile, dq_acc, warpgroup)
+                    await_product(0, dq_acc)
+                    release(k_free, 0)
+                    before = T.Select(stage == 0, ADDERS - 1, stage - 1)
+                    by = (passed - 1, before, warpgroup)
+                    trip.hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale)
+                    kv_head = task[served % 2, HEAD]
+                    batch = task[served % 2, BATCH]
+                    T.sync_warp()
+                    release(task_free, served % 2)
+                    place_of_grads = (batch, kv_head, n_start, warpgroup)
+                    trip.store(dv_acc, grad_16, v_tile, dv, *place_of_grads)
+                    for j, d in T.Parallel(BLOCK_N, HEAD_DIM):
+                        dk_acc[j, d] *= scale
+                    T.tma_store_wait(0)
+                    call("meet", MEET + warpgroup)
+                    trip.store(dk_acc, grad_16, v_tile, dk, *place_of_grads)
+                    if T.shuffle_elect(128):
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(v_free[0])
+                    T.sync_warp()
+                    served += 1
+                    if T.shuffle_elect(32):
+                        T.barrier_wait(task_full[served % 2], served // 2 % 2)
+                    T.sync_warp()
+                    tile = task[served % 2, TILE]
 
     return attention_bwd_hopper

@@ -1,8 +1,8 @@
 """Builder of what runs before the backward for Hopper: row by row, at a copy's speed.
 
 It makes the statistics that the portable kernels take too (`build_attention_bwd_stats`), and sets
-the turns to 0. Memory is all that it waits for: a block has a tile of as many elements as those of
-dq_sum, and asks for all of it at once.
+the turns and the count of tasks to 0. Memory is all that it waits for: a block has a tile of as
+many elements as those of dq_sum, and asks for all of it at once.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def build_attention_bwd_prepare(
     lang: Language, *, dtype: str, HEAD_DIM: int, WITH_DLSE: bool
 ) -> Any:
     """stats [B, Hq, 2, S] as in `build_attention_bwd_stats`, in base 2, and zeros in turns
-    [B * Hq * tiles of queries] int32."""
+    [B * Hq * tiles of queries] and taken [1], int32."""
     import tilelang.language as T
 
     BLOCK_M, threads = DQ_TILE // HEAD_DIM, 128
@@ -47,6 +47,7 @@ def build_attention_bwd_prepare(
         dlse: row_tensor("dlse", B, Hq, Sq),
         stats: stats_tensor(B, Hq, S),
         turns: T.Tensor((tiles,), "int32"),
+        taken: T.Tensor((1,), "int32"),
     ):
         T.annotate_pass_configs({"tl.disable_warp_specialized": True})
         with T.Kernel(B * Hq * T.ceildiv(S, BLOCK_M), threads=threads) as block:
@@ -70,6 +71,8 @@ def build_attention_bwd_prepare(
             if (tx == 0) & (tile * BLOCK_M < Sq):  # S may have one tile more
                 row = batch * Hq + head
                 turns[T.cast(row, "int64") * T.ceildiv(Sq, BLOCK_M) + tile] = 0
+            if (tx == 0) & (block == 0):
+                taken[0] = 0
             T.barrier_wait(is_there, 0)
             row_dot(out_tile, dout_tile, delta)
             for i in T.Parallel(BLOCK_M):

@@ -1,28 +1,33 @@
 """How the blocks of the backward for Hopper sum dq, by the copy engine: for kernels in TileLang.
 
-A tile of dq is a sum over the blocks of a key head. It gathers in dq_sum, float32 (twice the size
-of q). The blocks that add to one tile do so in turn, in the order in which they start, so that sums
-are the same bit for bit every time. turns[tile] starts as 0, and whoever has added sets it to the
-number of blocks of the head that it and those before it are. The first of them stores, so dq_sum
+A tile of dq is a sum over the tasks of a key head. It gathers in dq_sum, float32 (twice the size
+of q). The tasks that add to one tile do so in turn, in the order in which they are taken, so that
+sums are the same bit for bit every time. turns[tile] starts as 0, and whoever has added sets it to
+the number of tasks of the head that it and those before it are. The first of them stores, so dq_sum
 need not be zeroed. The last writes dq in place of a sum: it has the sum so far brought to where
 other blocks put their own part, its warps add theirs to it, scale and round, and dq is stored.
 
-The key tiles that a query tile sees are all those from 0 up to some last one. So a block has its
+The key tiles that a query tile sees are all those from 0 up to some last one. So a task has its
 predecessor at every tile but those where it has the head's first or last keys of all that are seen:
 there it is the first or the last (`first_and_last_steps` of `tilelang_attention_bwd_order.py`).
 
-No turn waits for ever. A block waits only for blocks of lower index (`locate` puts a head's blocks
-in the order of their turns), and a GPU starts blocks in order of index: they run, or have ended. A
-block that runs keeps its multiprocessor until it ends; other streams' kernels can hold up only
+No turn waits for ever. A task waits only for tasks of lower number (`locate` puts a head's in the
+order of their turns). Blocks that stay take tasks by a counter; one that does not has that of its
+index, and a GPU starts blocks in order of index. Either way those of lower number are taken, by
+blocks that run, or have ended: had blocks that stay begun with their index, two such kernels at
+once could each hold multiprocessors that the other's first tasks want. A block that runs keeps its
+multiprocessor until it ends, and its tasks' numbers grow; other streams' kernels can hold up only
 blocks that have not started, for which none that runs waits. Within a block a step waits for its
-turn and for the steps before it, and never those for it. So, by induction over the index and,
+turn and for the steps before it, and never those for it. So, by induction over the number and,
 within a block, over its steps, every wait ends.
 
 A tile goes in halves of 64 x 64, one of each warpgroup.
 
 Memory that one proxy (threads, or the copy engine) has written and another reads needs a fence
-between: before a turn ends, and after one whose sum is then brought, as it is threads that wait and
-the copy engine that reads. To add, which L2 does once the sum before is there, none is needed.
+between. Before a turn ends there is one in what the thread waits for: a bulk copy's completion is
+followed by a fence of both proxies (PTX ISA, "Async proxy"). After a turn whose sum is then brought
+there has to be one, as it is threads that wait and the copy engine that reads. To add, which L2
+does once the sum before is there, none is needed.
 """
 
 from typing import Any
@@ -56,7 +61,6 @@ __device__ __forceinline__ void wait_turn(int *turn, int value) {
   } while (seen < value);
 }
 __device__ __forceinline__ void end_turn(int *turn, int value) {
-  asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
 }
 """

@@ -1,8 +1,9 @@
 """What only the TileLang backward for Hopper can get wrong: sums that blocks make in turn, in two
 orders, warpgroups half a trip apart, buffers that come round, tiles that no block adds to.
 
-A block owns 128 keys and streams tiles of 64 (heads 128 wide) or 128 queries past them, in three
-buffers, of dout in two: from the fourth tile, or the third, on a buffer is filled again.
+A task is 128 keys, past which stream tiles of 64 (heads 128 wide) or 128 queries, in three buffers,
+of dout in two: from the fourth tile, or the third, on a buffer is filled again. Up to 4096 queries
+a block takes one task after the other, above it has one.
 """
 
 import itertools
@@ -87,7 +88,7 @@ def number(x) -> int:
         (5, 3, 1, 1, 100),
         (3, 2, 12, 1, 300),  # two heads late
         (4, 2, 17, 1, 2000),  # three, and heads of the second batch element go with the first's
-        (7, 2, 3, 1, 100000),  # heads too long for L2, one at a time
+        (7, 2, 3, 1, 100000),  # heads too long for L2: all are late, four at a time and then two
         (3, 3, 4, 2, 300),  # grouped
     ],
 )
@@ -107,6 +108,31 @@ def test_every_block_waits_for_one_that_started_before(num_n, B, Hkv, group, Sq,
             before = tile - 1 if is_late else tile + 1
             assert started[before, head, element] < started[tile, head, element]
             assert number(order.turn_of(before, num_n, is_late)) == turn - 1
+
+
+@pytest.mark.parametrize(
+    ("B", "Hkv", "group", "Sq", "D", "early", "late"),
+    [
+        (1, 16, 1, 16384, 128, 2, 2),  # 32 MiB of L2; two heads are late
+        (4, 16, 1, 4096, 128, 8, 8),  # of all batch elements
+        (1, 12, 1, 65536, 64, 1, 2),
+        (1, 16, 1, 65536, 128, 0, 4),  # all late, and four at least go together
+        (1, 4, 4, 1024, 128, 0, 4),  # more would fit in L2
+        (3, 1, 1, 10**6, 64, 0, 3),
+    ],
+)
+def test_so_many_heads_go_together(B, Hkv, group, Sq, D, early, late):
+    num_n = 3
+    number_late = number(order.num_late(Hkv, group, Sq, D))
+    heads: dict[bool, list] = {False: [], True: []}
+    for block in range(num_n * B * Hkv):
+        place = order.locate(block, num_n, B, Hkv, number_late, Sq, D)
+        _, head, element, is_late = map(number, place)
+        heads[bool(is_late)].append((element, head))
+    for is_late, expected in ((False, early), (True, late)):
+        started = heads[is_late]
+        assert len(set(started[:expected])) == expected
+        assert started[expected : 2 * expected] == started[:expected]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -165,9 +191,23 @@ def test_it_is_what_it_is_meant_to_be():
     position = source.index("wgmma_rs<", stored)
     assert "wgmma_ss<" not in source[stored:position]
     assert position < source.index("fence_proxy_async", stored) < source.index("let_go(", stored)
+    # The second warpgroup is let go ahead of dp; statistics are read ahead of what they are for.
+    let_go = source.index("let_go((1 - warpgroup)")
+    order_of_calls = ["(lse + ", "wait_wgmma<1>", "exp2f(", "(delta + ", "wait_wgmma<1>"]
+    position = source.index("(((bfloat16_t*)v_tile)[0])", let_go)
+    for word in order_of_calls:
+        position = source.index(word, position) + 1
     # Plain stores of dq stay ahead of their fence, which by itself orders nothing for the compiler.
-    handed = r"settle\(\);\s+tl::fence_proxy_async\(\);\s+hand_in\("
+    then = r"\s+(?:\}\s+if \([^\n]*\{\s+)?"  # TileLang may say a condition again
+    handed = rf"settle\(\);{then}tl::fence_proxy_async\(\);{then}hand_in\("
     assert len(re.findall(handed, source)) == 2
+    # Where blocks stay they have no task but by the counter, the first one too.
+    assert source.count("number = take_task(taken)") == 2
+    assert source.index("number = take_task(taken)") < source.index("tl::tma_load(")
+    # Keys may be overwritten once the last dq has been made of them.
+    assert source.index("wait_wgmma<0>", source.rindex("tl::wgmma_ss<")) < source.index(
+        "k_free[0].a"
+    )
     # An adder: the sum is brought to who is last, others wait until they have their warps' part.
     turn, read, written = "wait_turn(", "tma_store_wait<0, true>", "tma_store_wait<0, false>"
     order_of_calls = [turn, "fence_proxies(", "dq_read[", "load_tile(", "rounded_read[", "dq_free["]
@@ -202,6 +242,7 @@ def test_it_is_what_it_is_meant_to_be():
         (64, 4, 1, 1, 1000, "bhsd"),  # one query, which each block adds to
         (128, 2, 2, 1, 1, "bhsd"),
         (128, 2, 2, 64, 128, "bhsd"),  # one tile: one trip of the loop, an adder for it
+        (64, 2, 2, 4100, 200, "bhsd"),  # blocks that do not stay
         (64, 2, 2, 390, 260, "step2"),
     ],
 )
@@ -241,10 +282,11 @@ def test_each_tile_of_keys_is_in_dq_once(D):
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "Sq", "Skv", "D"),
     [
-        (4, 16, 4, 1700, 1700, 128),  # 224 blocks of 4 heads each
-        (2, 32, 32, 1000, 1000, 64),  # 512 blocks, one at a time to a multiprocessor
+        (4, 16, 4, 1700, 1700, 128),  # 224 tasks of 4 heads each
+        (2, 32, 32, 1000, 1000, 64),  # 512 tasks, some four to a block
+        (1, 12, 12, 5000, 1700, 128),  # 168 blocks, one at a time to a multiprocessor
         (1, 12, 6, 20000, 500, 128),  # heads that fit in L2 one at a time
-        (20000, 4, 2, 3, 3, 64),  # 80000 tiles; heads that go together, and fewer that are left
+        (20000, 4, 2, 3, 3, 64),  # 40000 tasks of one step; heads that are left go together
     ],
 )
 def test_more_blocks_than_run_at_once(B, Hq, Hkv, Sq, Skv, D, is_causal):
@@ -272,12 +314,28 @@ def test_gradients_are_the_same_bits_under_load(D, is_causal):
 
 
 @on_hopper
+@pytest.mark.contract("determinism", kernel="tilelang")
+@pytest.mark.parametrize(("Hq", "Hkv", "S"), [(5, 5, 700), (8, 2, 700), (3, 3, 40000)])
+def test_a_batch_elements_bits_are_its_own(Hq, Hkv, S):
+    # Some heads are late, or all of them; and more go together than one element has.
+    q, k, v = make_qkv(3, Hq, Hkv, S, S, 128, device="cuda", dtype=BF16)
+    inputs = (q, k, v, torch.randn_like(q))
+    whole = run_attention("tilelang", *inputs, is_causal=True)
+    for i in range(3):
+        alone = run_attention("tilelang", *(t[i : i + 1] for t in inputs), is_causal=True)
+        for name in GRADS:
+            assert torch.equal(getattr(whole, name)[i : i + 1], getattr(alone, name)), name
+
+
+@on_hopper
 @pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
 def test_two_streams_at_once():
-    # Of different shapes: each has turns and sums of its own.
+    # Of different shapes: each has turns and sums of its own. And of more tasks than there are
+    # multiprocessors, so that neither can have all of them: blocks that stay while a task that they
+    # wait for is nobody's would wait for ever.
     inputs = [
-        make_qkv(2, 16, 4, 1500, 1500, 128, device="cuda", dtype=BF16),
-        make_qkv(1, 16, 16, 1000, 2100, 64, device="cuda", dtype=BF16, seed=1),
+        make_qkv(6, 16, 4, 1500, 1500, 128, device="cuda", dtype=BF16),
+        make_qkv(2, 16, 16, 1000, 2100, 64, device="cuda", dtype=BF16, seed=1),
     ]
     douts = [torch.randn_like(q) for q, _, _ in inputs]
     runs = [(*qkv, dout) for qkv, dout in zip(inputs, douts, strict=True)]

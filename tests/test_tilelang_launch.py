@@ -191,8 +191,16 @@ def test_as_many_tiles_as_multiprocessors_and_one_more(D):
 # What runs before the backward for Hopper
 
 
-@pytest.mark.parametrize("with_dlse", [False, True])
-def test_two_launches_make_a_backward_for_hopper(monkeypatch, poisoned_memory, with_dlse):
+@pytest.mark.parametrize(
+    ("with_dlse", "few_queries", "num_blocks"),
+    [
+        (False, 300, 3),  # as many as there are multiprocessors, which stay
+        (True, 299, 4),  # one for each of four tiles of keys
+    ],
+)
+def test_two_launches_make_a_backward_for_hopper(
+    monkeypatch, poisoned_memory, with_dlse, few_queries, num_blocks
+):
     launches = []
 
     def get_kernels(device, requests):
@@ -203,6 +211,8 @@ def test_two_launches_make_a_backward_for_hopper(monkeypatch, poisoned_memory, w
 
     monkeypatch.setattr(tilelang_attention, "get_kernels", get_kernels)
     monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention, "multiprocessors", lambda _: 3)
+    monkeypatch.setattr(tilelang_attention, "FEW_QUERIES", few_queries)
     tilelang_attention._bwd_requests.cache_clear()
     q, k, v = make_qkv(2, 4, 2, 300, 100, 64, device="cpu")
     dout, out, lse = torch.empty_like(q), torch.empty_like(q), q.new_empty((2, 4, 300))
@@ -213,7 +223,7 @@ def test_two_launches_make_a_backward_for_hopper(monkeypatch, poisoned_memory, w
         tilelang_attention._bwd_requests.cache_clear()
     names, (prepare, hopper) = zip(*launches, strict=True)
     assert names == ("attention_bwd_prepare", "attention_bwd_hopper")
-    stats, turns = prepare[4:]
+    stats, turns, taken = prepare[4:]
     assert [id(t) for t in prepare[:4]] == [
         id(t) for t in (out, dout, lse, dlse if with_dlse else lse)
     ]
@@ -224,7 +234,8 @@ def test_two_launches_make_a_backward_for_hopper(monkeypatch, poisoned_memory, w
     dq_sum = hopper[8]
     assert (dq_sum.shape, dq_sum.dtype) == ((2 * 4 * 3, 8192), torch.float32)
     assert hopper[9] is turns
-    assert hopper[10:] == (2, 0.5, 0.5)
+    assert (taken.shape, taken.dtype) == ((1,), torch.int32)
+    assert hopper[10:] == (taken.data_ptr(), num_blocks, 2, 0.5, 0.5)
     # The first 200 queries see no key, and no block comes to the first tile.
     assert not grads[0][:, :, :128].any()
     assert grads[0][:, :, 128:].isnan().all()
