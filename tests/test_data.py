@@ -133,9 +133,9 @@ def trained(monkeypatch) -> list[int]:
     """The vocabulary sizes of every BPE trained, in order."""
     sizes = []
 
-    def train(texts, vocab_size):
+    def train(texts, vocab_size, text_bytes):
         sizes.append(vocab_size)
-        return train_bpe(texts, vocab_size)
+        return train_bpe(texts, vocab_size, text_bytes)
 
     monkeypatch.setattr(minitx.data, "train_bpe", train)
     return sizes
@@ -162,9 +162,9 @@ def test_a_second_load_trains_and_writes_nothing(texts, cache, trained):
 def test_only_training_documents_train_the_tokenizer(texts, monkeypatch):
     seen = []
 
-    def train(documents, vocab_size):
+    def train(documents, vocab_size, text_bytes):
         seen.extend(documents)
-        return train_bpe(seen, vocab_size)
+        return train_bpe(seen, vocab_size, text_bytes)
 
     monkeypatch.setattr(minitx.data, "train_bpe", train)
     data = load_data(DataConfig(source=str(texts), vocab_size=260, val_fraction=0.3))
@@ -290,10 +290,10 @@ def test_a_text_that_changes_while_it_is_read_is_refused(second_pass, cache, mon
 LOAD = """
 import sys, minitx.data as data
 train = data.train_bpe
-def counted(texts, size):
+def counted(*arguments):
     with open(sys.argv[2], "a") as log:
         log.write("trained\\n")
-    return train(texts, size)
+    return train(*arguments)
 data.train_bpe = counted
 print("ready", flush=True)
 sys.stdin.readline()

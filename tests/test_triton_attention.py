@@ -24,6 +24,7 @@ if not _support.ok:
 from minitx.kernels import (  # noqa: E402
     triton_attention,
     triton_attention_bwd,
+    triton_attention_dkdv,
     triton_attention_tiles,
 )
 from minitx.kernels.triton_attention_tiles import (  # noqa: E402
@@ -39,7 +40,7 @@ INTERPRETED = _probe.device.type == "cpu"
 def _exactly(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     """Makes float32 take exact exponentials, or those of 16-bit types, which no 16-bit input takes
     in the interpreter."""
-    for module in (triton_attention, triton_attention_bwd):
+    for module in (triton_attention, triton_attention_tiles):
         monkeypatch.setattr(module, "is_exact", lambda x: exact)
 
 
@@ -53,7 +54,7 @@ def small_tiles(
     tiles = Tiles(BLOCK_M, BLOCK_N, num_warps=4, num_stages=2)
     monkeypatch.setattr(triton_attention, "fwd_tiles", lambda q, k: tiles)
     monkeypatch.setattr(triton_attention_bwd, "dq_tiles", lambda q, k: tiles)
-    monkeypatch.setattr(triton_attention_bwd, "dkdv_tiles", lambda q, k: tiles)
+    monkeypatch.setattr(triton_attention_dkdv, "dkdv_tiles", lambda q, k: tiles)
     _exactly(monkeypatch, exponentials == "exact")
 
 
@@ -189,7 +190,7 @@ def test_strides_too_large_for_32_bits(small_tiles, device, monkeypatch):
     dout = torch.randn_like(q)
     results = []
     for wide in (False, True):
-        for module in (triton_attention, triton_attention_bwd):
+        for module in (triton_attention, triton_attention_bwd, triton_attention_dkdv):
             monkeypatch.setattr(module, "is_wide", lambda *tensors, wide=wide: wide)
         results.append(run_attention("triton", q, k, v, dout, is_causal=True))
     for name in ("out", "dq", "dk", "dv"):
