@@ -1,7 +1,6 @@
 """python -m minitx.bench attention: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
-import os
 import tempfile
 import time
 from dataclasses import replace
@@ -9,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import worker_targets
 
 from minitx.bench import __main__ as bench
 from minitx.bench import attention as attention_bench
 from minitx.bench import attention_check, attention_measure, attention_variants
-from minitx.bench.attention import AttentionBenchConfig, make_cases, measure_all
+from minitx.bench.attention import AttentionBenchConfig, make_cases
 from minitx.bench.attention_measure import KernelOnCase, Skips, add_ratios, measure_case
 from minitx.bench.attention_report import STYLES
 from minitx.bench.attention_variants import HOST_PASSES, KERNELS, Case, Variant, make_variant
-from minitx.bench.processes import WorkerDied, run_worker
 from minitx.kernels import attention
 from minitx.testing import make_qkv, oracle_attention, run_attention
 
@@ -233,63 +230,6 @@ def test_host_overhead():
         assert 0 < rows["sdpa", name]["median_ms"] < 100
         assert rows["sdpa", name]["tflop_per_s"] is None
     assert rows["sdpa", "graph forward"]["status"] == "CUDA graphs need a GPU"
-
-
-# -- processes -----------------------------------------------------------------------------------
-
-
-def test_a_worker_sends_and_ends():
-    assert list(run_worker(worker_targets.sends_two, (1, ["x"]), 60)) == [1, ["x"]]
-
-
-@pytest.mark.parametrize(
-    ("target", "timeout_s", "message"),
-    [
-        (worker_targets.raises, 60, "^KeyError: 'no such.*key'$"),
-        (worker_targets.exits, 60, "^ended by exit 7$"),
-        (worker_targets.is_killed, 60, "^ended by signal 9$"),
-        (worker_targets.hangs, 5, "^nothing heard for 5 s$"),
-    ],
-)
-def test_a_worker_that_dies_says_how(target, timeout_s, message):
-    worker = run_worker(target, (), timeout_s)
-    heard = next(worker)
-    with pytest.raises(WorkerDied, match=message):
-        next(worker)
-    if isinstance(heard, int):  # its process id
-        with pytest.raises(ProcessLookupError):
-            os.kill(heard, 0)
-
-
-def test_a_crash_costs_one_kernel_and_no_other(monkeypatch, tmp_path):
-    """`bad` crashes on every shape it is tried on; the reference on the third shape."""
-    cases = [replace(CASE, seq_len=n) for n in (1, 2, 3, 4, 5)]
-    tried = []
-
-    def worker(target, arguments, timeout_s):
-        todo, kernels, skips, *_ = arguments
-        for case in todo:
-            yield "doing", "reference"
-            if case.seq_len == 3:
-                raise WorkerDied("no reference")
-            for kernel in kernels:
-                if (case, kernel) not in skips:
-                    tried.append((case.seq_len, kernel))
-                    yield "doing", kernel
-                    if kernel == "bad":
-                        raise WorkerDied("boom")
-            results = {k: KernelOnCase(k, case, skips.get((case, k), "done")) for k in kernels}
-            yield "rows", [row for one in results.values() for row in one.rows()]
-
-    monkeypatch.setattr(attention_bench, "run_worker", worker)
-    batches = list(measure_all(cases, ["good", "bad", "last"], 1.0, 1.0, tmp_path))
-    found = {(r["seq_len"], r["kernel"]): r["status"] for rows in batches for r in rows}
-    gave_up = "failed: crashed on 2 shapes before"
-    for length, bad in ((1, "failed: boom"), (2, "failed: boom"), (4, gave_up), (5, gave_up)):
-        assert found[length, "good"] == found[length, "last"] == "done"
-        assert found[length, "bad"] == bad
-    assert {found[3, kernel] for kernel in ("good", "bad", "last")} == {"failed: no reference"}
-    assert [one for one in tried if one[1] == "bad"] == [(1, "bad"), (2, "bad")]
 
 
 # -- the command ---------------------------------------------------------------------------------
