@@ -74,30 +74,20 @@ TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
     ),
 }
 
+FEW_BY_SDPA = (
+    QueriesChoice(
+        0, (ChunkChoice(0, "tilelang", "tilelang"), ChunkChoice(8192, "sdpa", "tilelang"))
+    ),
+    QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+)
 # The same where queries are fewer than keys.
 CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {
     ((9, 0), False): ChunkTable(
         "benchmarks/h200/attention-chunks.csv",
         {
-            64: (
-                QueriesChoice(
-                    0,
-                    (
-                        ChunkChoice(0, "tilelang", "tilelang"),
-                        ChunkChoice(8192, "sdpa", "tilelang"),
-                    ),
-                ),
-                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
-            ),
+            64: FEW_BY_SDPA,
             128: (
-                QueriesChoice(
-                    0,
-                    (
-                        ChunkChoice(0, "tilelang", "tilelang"),
-                        ChunkChoice(8192, "sdpa", "tilelang"),
-                    ),
-                ),
-                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
+                *FEW_BY_SDPA,
                 QueriesChoice(
                     128,
                     (
@@ -112,26 +102,8 @@ CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {
     ((9, 0), True): ChunkTable(
         "benchmarks/h200/attention-chunks.csv",
         {
-            64: (
-                QueriesChoice(
-                    0,
-                    (
-                        ChunkChoice(0, "tilelang", "tilelang"),
-                        ChunkChoice(8192, "sdpa", "tilelang"),
-                    ),
-                ),
-                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
-            ),
-            128: (
-                QueriesChoice(
-                    0,
-                    (
-                        ChunkChoice(0, "tilelang", "tilelang"),
-                        ChunkChoice(8192, "sdpa", "tilelang"),
-                    ),
-                ),
-                QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
-            ),
+            64: FEW_BY_SDPA,
+            128: FEW_BY_SDPA,
         },
     ),
 }
