@@ -45,9 +45,24 @@ from minitx.kernels.tilelang_attention_bwd_trip_hopper import BLOCK_N
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
+from minitx.kernels.tilelang_attention_memory import (
+    ALIGNMENT,
+    as_rows,
+    bring_back,
+    is_in_place,
+    without_repeats,
+)
+from minitx.kernels.tilelang_attention_merge import (
+    FEW_TILE,
+    MORE_QUERIES,
+    ONE_QUERY,
+    build_attention_merge,
+    count_shares,
+)
 from minitx.kernels.tilelang_attention_tiles import (
     MANY_KEYS,
     choose_hopper_fwd_tiles,
+    choose_shared_fwd_tiles,
     choose_tiles,
     has_tma,
     padded_head_dim,
@@ -61,8 +76,6 @@ DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-ALIGNMENT = 16  # bytes, of every row that TMA fetches
-MAX_STRIDE = 2**37  # elements: TMA counts to 2^40 bytes; none but that of a dim of one is larger
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 # Up to so many the backward for Hopper has blocks that stay, which hides what a task begins and
 # ends with (measured: benchmarks/NOTES.md). Of more queries that is little.
@@ -80,57 +93,6 @@ def tilelang_attention(
     return _attention(q, k, v, is_causal, scale)
 
 
-def _is_fetchable(strides: tuple[int, ...], t: torch.Tensor) -> bool:
-    """Whether TMA can fetch the rows of t [B, H, S, D], if its strides are these: contiguous,
-    aligned, none repeated."""
-    b, h, s, d = strides
-    unit = ALIGNMENT // t.element_size()
-    in_range = 0 < b < MAX_STRIDE and 0 < h < MAX_STRIDE and 0 < s < MAX_STRIDE
-    # unit is a power of two: it divides each of three numbers if it divides their bits put together
-    return in_range and d == 1 and (b | h | s) % unit == 0 and t.data_ptr() % ALIGNMENT == 0
-
-
-def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
-    """t as a kernel can take it: a view of it, or in its place aligned memory, with t's values if
-    they are to be kept."""
-    if not t.is_cuda or _is_fetchable(t.stride(), t):
-        return t
-    *outer, D = t.shape
-    unit = ALIGNMENT // t.element_size()
-    width = -(-D // unit) * unit
-    # A dim of one may have any stride, which TMA would check all the same.
-    strides = [t.stride(dim) if size > 1 else width for dim, size in enumerate(outer)]
-    strides.append(t.stride(3))
-    if _is_fetchable(tuple(strides), t):
-        return t.as_strided(t.shape, strides)
-    rows = t.new_empty((*outer, width))[..., :D]
-    return rows.copy_(t) if keep else rows
-
-
-def _without_repeats(t: torch.Tensor) -> torch.Tensor:
-    """k or v with one batch or head in place of the many of an expanded view."""
-    b, h, _, _ = t.stride()
-    if b == 0:
-        t = t.narrow(0, 0, 1)
-    if h == 0:
-        t = t.narrow(1, 0, 1)
-    return _as_rows(t)
-
-
-def _is_in_place(*tensors: torch.Tensor) -> bool:
-    """Whether kernels take all of these as they are: `_as_rows` and `_without_repeats` would give
-    the same back."""
-    return all(
-        _is_fetchable(t.stride(), t) if t.is_cuda else 0 not in t.stride()[:2] for t in tensors
-    )
-
-
-def _bring_back(rows: torch.Tensor, t: torch.Tensor) -> None:
-    """What a kernel wrote to `_as_rows(t, keep=False)` to t itself, if that is elsewhere."""
-    if rows is not t and rows.data_ptr() != t.data_ptr():
-        t.copy_(rows)
-
-
 def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
 
@@ -146,6 +108,34 @@ def _fwd_request(
         return build_attention_fwd_hopper, {**key, **tiles._asdict()}
     tiles = choose_tiles("fwd", D, dtype, device)
     return build_attention_fwd, {**key, **tiles._asdict()}
+
+
+def _shared_requests(
+    Sq: int, D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Builders and keys of a forward whose blocks share out the keys, and of what puts their parts
+    together."""
+    key = _key(D, dtype, device)
+    is_hopper = takes_hopper_kernels(dtype, device)
+    build = build_attention_fwd_hopper if is_hopper else build_attention_fwd
+    tiles = choose_shared_fwd_tiles(D, dtype, device, Sq <= FEW_TILE)
+    merge_tile = ONE_QUERY if Sq == 1 else MORE_QUERIES
+    return [
+        (build, {**key, "IS_CAUSAL": is_causal, **tiles._asdict(), "IS_SHARED": True}),
+        (build_attention_merge, {**key, **merge_tile._asdict()}),
+    ]
+
+
+def _soon_shared_requests(
+    D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Builders and keys of what will be asked for after a first forward whose blocks share: for
+    other numbers of queries, as when a prompt has been read in chunks."""
+    if device.type == "cpu":
+        return []
+    numbers = (1, FEW_TILE, FEW_TILE + 1)
+    found = [_shared_requests(n, D, dtype, device, is_causal and n > 1) for n in numbers]
+    return [request for requests in found for request in reversed(requests)]
 
 
 def _soon_requests(
@@ -204,7 +194,7 @@ class Forward:
         (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
         out, lse = empty_outputs(q)
         self.out, self.lse = Empty.like(out), Empty.like(lse)
-        self.reads_in_place = _is_in_place(q, k, v, out)
+        self.reads_in_place = is_in_place(q, k, v, out)
         build, key = _fwd_request(D, q.dtype, q.device, is_causal, Skv >= MANY_KEYS)
         wanted = tuple(t.requires_grad for t in (q, k, v))
 
@@ -212,11 +202,17 @@ class Forward:
             return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
 
         self.kernel = get_kernel(build, q.device, soon=soon, **key)
+        self._set_numbers(build, key, Hq // Hkv, scale, B * Hq * -(-Sq // key["BLOCK_M"]), q.device)
+
+    def _set_numbers(
+        self, build: Any, key: dict[str, Any], group: int, scale: float, tiles: int, device: Any
+    ) -> None:
+        """What the kernel takes beside tensors, of which the first is for `tiles` to be counted."""
         self.is_counted = False
-        self.numbers: tuple = (Hq // Hkv, exponent_scale(scale, key["dtype"]))
+        self.numbers: tuple = (group, exponent_scale(scale, key["dtype"]))
         if build is build_attention_fwd_hopper:
-            num_blocks = multiprocessors(q.device)
-            self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > num_blocks
+            num_blocks = multiprocessors(device)
+            self.is_counted = tiles > num_blocks
             self.numbers = (0, *self.numbers, num_blocks)
 
     def __call__(
@@ -226,9 +222,9 @@ class Forward:
         if self.reads_in_place:
             self._launch(q, k, v, out, lse)
             return out, lse
-        out_rows = _as_rows(out, keep=False)
-        self._launch(_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
-        _bring_back(out_rows, out)
+        out_rows = as_rows(out, keep=False)
+        self._launch(as_rows(q), without_repeats(k), without_repeats(v), out_rows, lse)
+        bring_back(out_rows, out)
         return out, lse
 
     def _launch(self, q, k, v, out, lse) -> None:
@@ -238,6 +234,61 @@ class Forward:
             self.kernel(q, k, v, out, lse, taken.data_ptr(), *self.numbers[1:])
         else:
             self.kernel(q, k, v, out, lse, *self.numbers)
+
+
+class SharedForward(Forward):
+    """The same of forwards whose blocks share out the keys."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+        requests: list[tuple[Any, dict[str, Any]]],
+        num_shares: int,
+    ) -> None:
+        (B, Hq, Sq, D), Hkv = q.shape, k.shape[1]
+        out, lse = empty_outputs(q)
+        self.out, self.lse = Empty.like(out), Empty.like(lse)
+        self.reads_in_place = is_in_place(q, k, v, out)
+        # A query alone reads all keys: a group's heads are then as good as queries of one.
+        self.group = Hq // Hkv if Sq == 1 else 1
+        if self.group > 1:
+            Hq, Sq = Hkv, self.group
+        (build, key), (build_merge, merge_key) = requests
+
+        def soon():
+            return _soon_shared_requests(D, q.dtype, q.device, is_causal)
+
+        self.kernel = get_kernel(build, q.device, soon=soon, **key)
+        self.merge = get_kernel(build_merge, q.device, **merge_key)
+        P = num_shares * B
+        self.parts = Empty.contiguous((P, Hq, Sq, D), torch.float32, q.device)
+        self.stats = Empty.contiguous((2 * P, Hq, Sq), torch.float32, q.device)
+        tiles = P * Hq * -(-Sq // key["BLOCK_M"])
+        self._set_numbers(build, key, Hq // Hkv, scale, tiles, q.device)
+
+    def _launch(self, q, k, v, out, lse) -> None:
+        if self.group > 1:
+            b, h, _, d = q.stride()
+            B, Hq, _, D = q.shape
+            q = q.as_strided((B, Hq // self.group, self.group, D), (b, self.group * h, h, d))
+        parts, stats = self.parts.make(), self.stats.make()
+        super()._launch(q, k, v, parts, stats)
+        self.merge(parts, stats, out, lse)
+
+
+def _make_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> Forward:
+    Sq, D, Skv = *q.shape[2:], k.shape[2]
+    requests = _shared_requests(Sq, D, q.dtype, q.device, is_causal and Sq > 1)
+    num_shares = count_shares(Sq, Skv, requests[0][1]["BLOCK_N"])
+    if num_shares > 1:
+        return SharedForward(q, k, v, is_causal, scale, requests, num_shares)
+    return Forward(q, k, v, is_causal, scale)
 
 
 def _fwd(
@@ -256,7 +307,7 @@ def _fwd(
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_outputs(q)
             return out.zero_(), lse.fill_(float("-inf"))
-        forward = remember(key, Forward(q, k, v, is_causal, scale))
+        forward = remember(key, _make_forward(q, k, v, is_causal, scale))
     return forward(q, k, v)
 
 
@@ -281,7 +332,7 @@ class Backward:
         self.grads = [Empty.like(grad) for grad in grads]
         self.needs = tuple(needs)
         written = [grad for grad, needed in zip(grads, needs, strict=True) if needed]
-        self.is_in_place = _is_in_place(q, k, v, out, dout, *written)
+        self.is_in_place = is_in_place(q, k, v, out, dout, *written)
         requests = _bwd_requests(D, q.dtype, device, is_causal, dlse is not None, self.needs)
         names = [build for build, _ in requests]
         self.kernels = dict(zip(names, get_kernels(device, requests), strict=True))
@@ -319,13 +370,13 @@ class Backward:
             self._launch(dout, dlse, q, k, v, out, lse, *grads)
             return grads
         rows = [
-            _as_rows(grad, keep=False) if needed else grad
+            as_rows(grad, keep=False) if needed else grad
             for grad, needed in zip(grads, self.needs, strict=True)
         ]
-        inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(out))
-        self._launch(_as_rows(dout), dlse, *inputs, lse, *rows)
+        inputs = (as_rows(q), without_repeats(k), without_repeats(v), as_rows(out))
+        self._launch(as_rows(dout), dlse, *inputs, lse, *rows)
         for row, grad in zip(rows, grads, strict=True):
-            _bring_back(row, grad)
+            bring_back(row, grad)
         return grads
 
     def _launch(self, dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:

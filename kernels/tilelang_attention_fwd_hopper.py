@@ -42,24 +42,23 @@ from typing import Any
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels import tilelang_work_hopper as work_hopper
 from minitx.kernels.tilelang_consumer_hopper import (
-    WARPGROUP,
     Consumer,
     Registers,
     make_consumer,
-    multiplies_by_hand,
 )
 from minitx.kernels.tilelang_products import make_tensor, row_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_scores_hopper import alloc_stats, make_scale
-from minitx.kernels.tilelang_work_hopper import Barriers, Buffers, Grid, Sizes
+from minitx.kernels.tilelang_wgmma import multiplies_by_hand
+from minitx.kernels.tilelang_work_hopper import WARPGROUP, Barriers, Buffers, Grid, Sizes
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
 
 # Registers of a thread by warpgroups of consumers: with 128 threads of the producer they fit in
 # what the block starts with, 65536 by its threads, in units of 8.
-CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}
-PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 32}
+CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
+PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32, 4: 32}
 
 
 def build_attention_fwd_hopper(
@@ -72,6 +71,7 @@ def build_attention_fwd_hopper(
     BLOCK_N: int,
     num_stages: int,
     threads: int,
+    IS_SHARED: bool = False,
 ) -> Any:
     """Arguments and results as in `build_attention_fwd`, for 16-bit inputs whose rows TMA can
     fetch. `threads` are those of the consumers, 128 for every 64 queries.
@@ -88,7 +88,9 @@ def build_attention_fwd_hopper(
     tensor = make_tensor(lang, dtype)
     B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
-    work_sizes = Sizes(IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages, Hq, Sq, Skv)
+    P = sizes("P")[0] if IS_SHARED else B
+    tiling = (IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages)
+    work_sizes = Sizes(*tiling, Hq, Sq, Skv, B, P if IS_SHARED else None)
     q_stages = work_sizes.q_stages
     passing = work_hopper.make_passing(work_sizes)
     produce = work_hopper.make_producer(work_sizes, passing)
@@ -99,8 +101,8 @@ def build_attention_fwd_hopper(
         q: tensor("q", B, Hq, Sq),
         k: tensor("k", Bk, Hk, Skv),
         v: tensor("v", Bv, Hv, Skv),
-        out: tensor("out", B, Hq, Sq),
-        lse: row_tensor("lse", B, Hq, Sq),
+        out: tensor("out", P, Hq, Sq, "float32" if IS_SHARED else dtype),
+        lse: row_tensor("lse", 2 * P if IS_SHARED else B, Hq, Sq),
         taken: T.int64,  # a number is handed over sooner than a tensor
         group: T.int32,
         qk_scale: T.float32,
@@ -115,7 +117,7 @@ def build_attention_fwd_hopper(
             }
         )
         num_m = T.ceildiv(Sq, BLOCK_M)
-        tiles = B * Hq * num_m
+        tiles = P * Hq * num_m
         blocks = T.min(tiles, multiprocessors)
         with T.Kernel(blocks, threads=threads + WARPGROUP) as block:
             T.import_source(work_hopper.HELPERS + wgmma.HELPERS)
@@ -149,7 +151,7 @@ def build_attention_fwd_hopper(
             if thread >= threads:
                 T.set_max_nreg(PRODUCER_REGISTERS[groups], 0)
                 if thread < threads + 32:
-                    grid = Grid(num_m, B * Hq, tiles, blocks)
+                    grid = Grid(num_m, P * Hq, tiles, blocks)
                     produce(tile, (q, k, v), buffers, barriers, grid, group, taken)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)

@@ -59,6 +59,17 @@ HOPPER_TILES: Table = {
 HOPPER_SHORT_TILES = {64: Tiles(256, 64, 4, 512), 128: Tiles(192, 64, 4, 384)}
 MANY_KEYS = 2049
 
+# The forward's where queries are few and keys are shared out (`tilelang_attention_merge.py`): as
+# few as a product takes, with as much in flight as fits, for it is the memory that they wait for.
+HOPPER_FEW_TILES = {
+    32: Tiles(64, 128, 4, 128),
+    64: Tiles(64, 128, 4, 128),
+    96: Tiles(64, 128, 3, 128),
+    128: Tiles(64, 128, 3, 128),
+    192: Tiles(64, 96, 2, 128),
+    256: Tiles(64, 64, 3, 128),
+}
+
 # 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them. Copies are element by
 # element there, for which nvcc makes good code if rows are powers of two.
 GPU_TILES: Table = {
@@ -144,3 +155,13 @@ def choose_hopper_fwd_tiles(D: int, has_many_keys: bool) -> Tiles:
     width = next(width for width in HOPPER_TILES["fwd"] if width >= D)
     tiles = HOPPER_TILES["fwd"][width]
     return tiles if has_many_keys else HOPPER_SHORT_TILES.get(width, tiles)
+
+
+@functools.cache
+def choose_shared_fwd_tiles(
+    D: int, dtype: torch.dtype, device: torch.device, is_few: bool
+) -> Tiles:
+    """Tiles of the forward whose blocks share out the keys."""
+    if is_few and takes_hopper_kernels(dtype, device):
+        return HOPPER_FEW_TILES[padded_head_dim(D, dtype, device)]
+    return choose_tiles("fwd", D, dtype, device)

@@ -171,7 +171,7 @@ def make_tensor(lang: Language, dtype: str) -> Callable[..., Any]:
 
     (D,) = sizes("D")
 
-    def tensor(name: str, B: Any, H: Any, S: Any) -> Any:
+    def tensor(name: str, B: Any, H: Any, S: Any, dtype: str = dtype) -> Any:
         outer = [T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs"]
         inner = T.dynamic(f"{name}_d", "int64") if lang.on_cpu else 1
         return T.StridedTensor((B, H, S, D), (*outer, inner), dtype)
@@ -194,3 +194,12 @@ def place(block: Any, num_tiles: Any, heads: Any) -> tuple[Any, Any, Any]:
 
     row = T.truncdiv(block, num_tiles)
     return T.truncmod(block, num_tiles), T.truncmod(row, heads), T.truncdiv(row, heads)
+
+
+def count_share(num_n: Any, num_parts: Any, B: Any) -> Any:
+    """Of a batch's num_n tiles of keys those that are read for one of its num_parts / B parts, if
+    there are as many."""
+    import tilelang.language as T
+
+    shares = T.truncdiv(num_parts, B)
+    return T.truncdiv(num_n + shares - 1, shares)  # ceildiv would provide for negative numbers
