@@ -202,18 +202,16 @@ class Forward:
             return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
 
         self.kernel = get_kernel(build, q.device, soon=soon, **key)
-        self._set_numbers(build, key, Hq // Hkv, scale, B * Hq * -(-Sq // key["BLOCK_M"]), q.device)
+        self._set_numbers(build, key, Hq // Hkv, scale, q.device)
+        if build is build_attention_fwd_hopper:
+            self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > self.numbers[-1]
 
-    def _set_numbers(
-        self, build: Any, key: dict[str, Any], group: int, scale: float, tiles: int, device: Any
-    ) -> None:
-        """What the kernel takes beside tensors, of which the first is for `tiles` to be counted."""
+    def _set_numbers(self, build, key, group: int, scale: float, device: torch.device) -> None:
+        """What the kernel takes beside tensors."""
         self.is_counted = False
         self.numbers: tuple = (group, exponent_scale(scale, key["dtype"]))
         if build is build_attention_fwd_hopper:
-            num_blocks = multiprocessors(device)
-            self.is_counted = tiles > num_blocks
-            self.numbers = (0, *self.numbers, num_blocks)
+            self.numbers = (0, *self.numbers, multiprocessors(device))
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -267,8 +265,7 @@ class SharedForward(Forward):
         P = num_shares * B
         self.parts = Empty.contiguous((P, Hq, Sq, D), torch.float32, q.device)
         self.stats = Empty.contiguous((2 * P, Hq, Sq), torch.float32, q.device)
-        tiles = P * Hq * -(-Sq // key["BLOCK_M"])
-        self._set_numbers(build, key, Hq // Hkv, scale, tiles, q.device)
+        self._set_numbers(build, key, Hq // Hkv, scale, q.device)
 
     def _launch(self, q, k, v, out, lse) -> None:
         if self.group > 1:

@@ -78,7 +78,7 @@ def build_attention_fwd_hopper(
 
     The kernel takes two more arguments: `taken`, the address of an int32 0 that no other call uses
     meanwhile, to count the tiles that blocks took, or 0 where there are no more tiles than
-    multiprocessors; and how many of those there are.
+    multiprocessors, or IS_SHARED; and how many of those there are.
     """
     import tilelang.language as T
 

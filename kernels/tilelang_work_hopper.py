@@ -2,12 +2,13 @@
 the producer's part.
 
 A block takes one tile of queries after the other: the first by its own number, the rest as a
-counter in memory says. Of those it holds `q_stages` at a time, of tiles of keys and of values
-`num_stages`, each in a buffer with two barriers: `full`, on which consumers wait for the bytes of a
-copy, and `free`, on which the producer waits until each consumer has read the buffer. Which queries
-they are the producer writes into two buffers that are handed over in the same way. Both barriers
-flip once every time that the buffers come round; a wait names the phase that has to be over. On
-`free` the producer's first round waits for the phase before the first, which counts as over.
+counter in memory says or, where keys are shared out and each takes as long, in turn. Of those it
+holds `q_stages` at a time, of tiles of keys and of values `num_stages`, each in a buffer with two
+barriers: `full`, on which consumers wait for the bytes of a copy, and `free`, on which the producer
+waits until each consumer has read the buffer. Which queries they are the producer writes into two
+buffers that are handed over in the same way. Both barriers flip once every time that the buffers
+come round; a wait names the phase that has to be over. On `free` the producer's first round waits
+for the phase before the first, which counts as over.
 """
 
 from typing import Any, NamedTuple
@@ -237,11 +238,14 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
             v_place = (T.min(batch, v.shape[0] - 1), T.min(kv_head, v.shape[1] - 1))
             start = (first_n + num_n - 1) * BLOCK_N
             load(k, k_tile, k_full, k_free, done, *k_place, start)
-            tile = grid.tiles
-            if grid.tiles > grid.blocks:
-                if T.shuffle_elect(32):
-                    tile = grid.blocks + take_one(taken)
-                tile = T.shfl_sync(tile, 0)
+            if sizes.is_shared:  # in shares of one size, which need no counter
+                tile = tile + grid.blocks
+            else:
+                tile = grid.tiles
+                if grid.tiles > grid.blocks:
+                    if T.shuffle_elect(32):
+                        tile = grid.blocks + take_one(taken)
+                    tile = T.shfl_sync(tile, 0)
             for n in T.serial(num_n):
                 v_start = (first_n + num_n - 1 - n) * BLOCK_N
                 if n + 1 < num_n:  # keys are needed before the values of the last ones
