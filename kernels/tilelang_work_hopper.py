@@ -216,7 +216,7 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
             m_start = place[0]
             head = place[1]
             part = place[2]
-            batch, first_n = sizes.batch_of(part), sizes.first_key_tile(part)
+            first_n = sizes.first_key_tile(part)
             num_n = sizes.count_key_tiles(m_start, BLOCK_M, first_n)
             T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
             if T.shuffle_elect(32):
@@ -226,7 +226,7 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
                 T.barrier_arrive(work_full[trip % 2])
             T.barrier_wait(q_free[trip % q_stages], 1 - trip // q_stages % 2)
             T.tma_copy(
-                q[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
+                q[sizes.batch_of(part), head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
                 q_tile[trip % q_stages, :, :],
                 barrier=q_full[trip % q_stages],
                 leader_scope_threads=32,
@@ -234,8 +234,14 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
             arrive(q_full, trip % q_stages)
             kv_head = T.truncdiv(head, group)
             # Of expanded keys and values there is one batch or head.
-            k_place = (T.min(batch, k.shape[0] - 1), T.min(kv_head, k.shape[1] - 1))
-            v_place = (T.min(batch, v.shape[0] - 1), T.min(kv_head, v.shape[1] - 1))
+            k_place = (
+                T.min(sizes.batch_of(part), k.shape[0] - 1),
+                T.min(kv_head, k.shape[1] - 1),
+            )
+            v_place = (
+                T.min(sizes.batch_of(part), v.shape[0] - 1),
+                T.min(kv_head, v.shape[1] - 1),
+            )
             start = (first_n + num_n - 1) * BLOCK_N
             load(k, k_tile, k_full, k_free, done, *k_place, start)
             if sizes.is_shared:  # in shares of one size, which need no counter
