@@ -7,7 +7,9 @@ probabilities from lse (`tilelang_attention_bwd.py`). On Hopper 16-bit inputs ta
 is scheduled by hand (`tilelang_attention_fwd_hopper.py`), and in widths 64 and 128 a backward that
 makes the scores once for all three gradients (`tilelang_attention_bwd_hopper.py`). One that is
 asked for some of them alone takes the kernels for all GPUs: each way gives the same bits every
-time, but not those of the other.
+time, but not those of the other. Where queries are few and keys are many, blocks share out the keys
+and a second launch puts together what they give (`tilelang_attention_shared.py`): by the lengths
+alone, so that a row's bits are the same in every batch.
 
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
 strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
@@ -52,30 +54,18 @@ from minitx.kernels.tilelang_attention_memory import (
     is_in_place,
     without_repeats,
 )
-from minitx.kernels.tilelang_attention_merge import (
-    FEW_TILE,
-    MORE_QUERIES,
-    ONE_QUERY,
-    build_attention_merge,
-    count_shares,
-)
+from minitx.kernels.tilelang_attention_shared import SharedLaunch, count_shares_of
 from minitx.kernels.tilelang_attention_tiles import (
     MANY_KEYS,
     choose_hopper_fwd_tiles,
-    choose_shared_fwd_tiles,
     choose_tiles,
     has_tma,
-    padded_head_dim,
+    kernel_key,
     takes_hopper_kernels,
 )
 from minitx.kernels.tilelang_products import exponent_scale
 from minitx.kernels.tilelang_runtime import get_kernel, get_kernels
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 # Up to so many the backward for Hopper has blocks that stay, which hides what a task begins and
 # ends with (measured: benchmarks/NOTES.md). Of more queries that is little.
@@ -93,49 +83,17 @@ def tilelang_attention(
     return _attention(q, k, v, is_causal, scale)
 
 
-def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
-
-
 @functools.cache
 def _fwd_request(
     D: int, dtype: torch.dtype, device: torch.device, is_causal: bool, has_many_keys: bool
 ) -> tuple[Any, dict[str, Any]]:
     """The forward's builder and key."""
-    key = {**_key(D, dtype, device), "IS_CAUSAL": is_causal}
+    key = {**kernel_key(D, dtype, device), "IS_CAUSAL": is_causal}
     if takes_hopper_kernels(dtype, device):
         tiles = choose_hopper_fwd_tiles(D, has_many_keys)
         return build_attention_fwd_hopper, {**key, **tiles._asdict()}
     tiles = choose_tiles("fwd", D, dtype, device)
     return build_attention_fwd, {**key, **tiles._asdict()}
-
-
-def _shared_requests(
-    Sq: int, D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
-) -> list[tuple[Any, dict[str, Any]]]:
-    """Builders and keys of a forward whose blocks share out the keys, and of what puts their parts
-    together."""
-    key = _key(D, dtype, device)
-    is_hopper = takes_hopper_kernels(dtype, device)
-    build = build_attention_fwd_hopper if is_hopper else build_attention_fwd
-    tiles = choose_shared_fwd_tiles(D, dtype, device, Sq <= FEW_TILE)
-    merge_tile = ONE_QUERY if Sq == 1 else MORE_QUERIES
-    return [
-        (build, {**key, "IS_CAUSAL": is_causal, **tiles._asdict(), "IS_SHARED": True}),
-        (build_attention_merge, {**key, **merge_tile._asdict()}),
-    ]
-
-
-def _soon_shared_requests(
-    D: int, dtype: torch.dtype, device: torch.device, is_causal: bool
-) -> list[tuple[Any, dict[str, Any]]]:
-    """Builders and keys of what will be asked for after a first forward whose blocks share: for
-    other numbers of queries, as when a prompt has been read in chunks."""
-    if device.type == "cpu":
-        return []
-    numbers = (1, FEW_TILE, FEW_TILE + 1)
-    found = [_shared_requests(n, D, dtype, device, is_causal and n > 1) for n in numbers]
-    return [request for requests in found for request in reversed(requests)]
 
 
 def _soon_requests(
@@ -164,7 +122,7 @@ def _bwd_requests(
     needs: tuple[bool, ...],
 ) -> list[tuple[Any, dict[str, Any]]]:
     """Builders and keys of what a backward runs that needs some of dq, dk and dv."""
-    key = _key(D, dtype, device)
+    key = kernel_key(D, dtype, device)
 
     def tiled(name: str, **flags: bool) -> dict[str, Any]:
         tiles = choose_tiles(name, D, dtype, device)
@@ -191,101 +149,61 @@ class Forward:
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
     ) -> None:
-        (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
         out, lse = empty_outputs(q)
         self.out, self.lse = Empty.like(out), Empty.like(lse)
         self.reads_in_place = is_in_place(q, k, v, out)
-        build, key = _fwd_request(D, q.dtype, q.device, is_causal, Skv >= MANY_KEYS)
-        wanted = tuple(t.requires_grad for t in (q, k, v))
-
-        def soon():
-            return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
-
-        self.kernel = get_kernel(build, q.device, soon=soon, **key)
-        self._set_numbers(build, key, Hq // Hkv, scale, q.device)
-        if build is build_attention_fwd_hopper:
-            self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > self.numbers[-1]
-
-    def _set_numbers(self, build, key, group: int, scale: float, device: torch.device) -> None:
-        """What the kernel takes beside tensors."""
-        self.is_counted = False
-        self.numbers: tuple = (group, exponent_scale(scale, key["dtype"]))
-        if build is build_attention_fwd_hopper:
-            self.numbers = (0, *self.numbers, multiprocessors(device))
+        num_shares = count_shares_of(q, k)
+        if num_shares > 1:
+            self.launch = SharedLaunch(q, k, is_causal, scale, num_shares)
+        else:
+            wanted = tuple(t.requires_grad for t in (q, k, v))
+            self.launch = Launch(q, k, is_causal, scale, wanted)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.out.make(), self.lse.make()
         if self.reads_in_place:
-            self._launch(q, k, v, out, lse)
+            self.launch(q, k, v, out, lse)
             return out, lse
         out_rows = as_rows(out, keep=False)
-        self._launch(as_rows(q), without_repeats(k), without_repeats(v), out_rows, lse)
+        self.launch(as_rows(q), without_repeats(k), without_repeats(v), out_rows, lse)
         bring_back(out_rows, out)
         return out, lse
 
-    def _launch(self, q, k, v, out, lse) -> None:
+
+class Launch:
+    """Of the forward whose blocks read all keys of their queries."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
+        build, key = _fwd_request(D, q.dtype, q.device, is_causal, Skv >= MANY_KEYS)
+
+        def soon():
+            return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
+
+        self.kernel = get_kernel(build, q.device, soon=soon, **key)
+        self.is_counted = False
+        self.numbers: tuple = (Hq // Hkv, exponent_scale(scale, key["dtype"]))
+        if build is build_attention_fwd_hopper:
+            num_blocks = multiprocessors(q.device)
+            self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > num_blocks
+            self.numbers = (0, *self.numbers, num_blocks)
+
+    def __call__(self, q, k, v, out, lse) -> None:
         if self.is_counted:
             # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
             taken = lse.new_zeros(1, dtype=torch.int32)
             self.kernel(q, k, v, out, lse, taken.data_ptr(), *self.numbers[1:])
         else:
             self.kernel(q, k, v, out, lse, *self.numbers)
-
-
-class SharedForward(Forward):
-    """The same of forwards whose blocks share out the keys."""
-
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        is_causal: bool,
-        scale: float,
-        requests: list[tuple[Any, dict[str, Any]]],
-        num_shares: int,
-    ) -> None:
-        (B, Hq, Sq, D), Hkv = q.shape, k.shape[1]
-        out, lse = empty_outputs(q)
-        self.out, self.lse = Empty.like(out), Empty.like(lse)
-        self.reads_in_place = is_in_place(q, k, v, out)
-        # A query alone reads all keys: a group's heads are then as good as queries of one.
-        self.group = Hq // Hkv if Sq == 1 else 1
-        if self.group > 1:
-            Hq, Sq = Hkv, self.group
-        (build, key), (build_merge, merge_key) = requests
-
-        def soon():
-            return _soon_shared_requests(D, q.dtype, q.device, is_causal)
-
-        self.kernel = get_kernel(build, q.device, soon=soon, **key)
-        self.merge = get_kernel(build_merge, q.device, **merge_key)
-        P = num_shares * B
-        self.parts = Empty.contiguous((P, Hq, Sq, D), torch.float32, q.device)
-        self.stats = Empty.contiguous((2 * P, Hq, Sq), torch.float32, q.device)
-        self._set_numbers(build, key, Hq // Hkv, scale, q.device)
-
-    def _launch(self, q, k, v, out, lse) -> None:
-        if self.group > 1:
-            b, h, _, d = q.stride()
-            B, Hq, _, D = q.shape
-            q = q.as_strided((B, Hq // self.group, self.group, D), (b, self.group * h, h, d))
-        parts, stats = self.parts.make(), self.stats.make()
-        super()._launch(q, k, v, parts, stats)
-        self.merge(parts, stats, out, lse)
-
-
-def _make_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
-) -> Forward:
-    Sq, D, Skv = *q.shape[2:], k.shape[2]
-    requests = _shared_requests(Sq, D, q.dtype, q.device, is_causal and Sq > 1)
-    num_shares = count_shares(Sq, Skv, requests[0][1]["BLOCK_N"])
-    if num_shares > 1:
-        return SharedForward(q, k, v, is_causal, scale, requests, num_shares)
-    return Forward(q, k, v, is_causal, scale)
 
 
 def _fwd(
@@ -304,7 +222,7 @@ def _fwd(
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_outputs(q)
             return out.zero_(), lse.fill_(float("-inf"))
-        forward = remember(key, _make_forward(q, k, v, is_causal, scale))
+        forward = remember(key, Forward(q, k, v, is_causal, scale))
     return forward(q, k, v)
 
 

@@ -28,6 +28,7 @@ from minitx.kernels.tilelang_products import (
     make_base,
     make_gemm,
     make_tensor,
+    part_tensors,
     place,
     row_tensor,
     sizes,
@@ -67,6 +68,7 @@ def build_attention_fwd(
     B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
     P = sizes("P")[0] if IS_SHARED else B
+    parts, stats = part_tensors(P, Hq, Sq, HEAD_DIM)
     minus_inf = -T.infinity("float32")
     # nvcc would fuse a product with the subtraction of the maximum that follows, and leave in the
     # exponent what the rounding of the maximum lost: thousands, for scores of 1e11.
@@ -77,8 +79,8 @@ def build_attention_fwd(
         q: tensor("q", B, Hq, Sq),
         k: tensor("k", Bk, Hk, Skv),
         v: tensor("v", Bv, Hv, Skv),
-        out: tensor("out", P, Hq, Sq, "float32" if IS_SHARED else dtype),
-        lse: row_tensor("lse", 2 * P if IS_SHARED else B, Hq, Sq),
+        out: parts if IS_SHARED else tensor("out", B, Hq, Sq),
+        lse: stats if IS_SHARED else row_tensor("lse", B, Hq, Sq),
         group: T.int32,
         qk_scale: T.float32,
     ):
@@ -148,9 +150,11 @@ def build_attention_fwd(
                 T.copy(v[v_batch, v_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], v_tile)
                 gemm(p, v_tile, acc)
             if IS_SHARED:
+                for i, d in lang.each(BLOCK_M, HEAD_DIM):
+                    acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d])
                 T.copy(acc, out[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
-                T.copy(row_max, lse[part, head, m_start : m_start + BLOCK_M])
-                T.copy(row_sum, lse[P + part, head, m_start : m_start + BLOCK_M])
+                T.copy(row_max, lse[part, head, m_start : m_start + BLOCK_M, 0])
+                T.copy(row_sum, lse[part, head, m_start : m_start + BLOCK_M, 1])
             else:
                 for i, d in lang.each(BLOCK_M, HEAD_DIM):
                     acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d] / row_sum[i])

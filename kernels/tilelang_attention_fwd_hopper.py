@@ -46,7 +46,7 @@ from minitx.kernels.tilelang_consumer_hopper import (
     Registers,
     make_consumer,
 )
-from minitx.kernels.tilelang_products import make_tensor, row_tensor, sizes
+from minitx.kernels.tilelang_products import make_tensor, part_tensors, row_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_scores_hopper import alloc_stats, make_scale
 from minitx.kernels.tilelang_wgmma import multiplies_by_hand
@@ -89,6 +89,7 @@ def build_attention_fwd_hopper(
     B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
     P = sizes("P")[0] if IS_SHARED else B
+    parts, stats = part_tensors(P, Hq, Sq, HEAD_DIM)
     tiling = (IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages)
     work_sizes = Sizes(*tiling, Hq, Sq, Skv, B, P if IS_SHARED else None)
     q_stages = work_sizes.q_stages
@@ -101,8 +102,8 @@ def build_attention_fwd_hopper(
         q: tensor("q", B, Hq, Sq),
         k: tensor("k", Bk, Hk, Skv),
         v: tensor("v", Bv, Hv, Skv),
-        out: tensor("out", P, Hq, Sq, "float32" if IS_SHARED else dtype),
-        lse: row_tensor("lse", 2 * P if IS_SHARED else B, Hq, Sq),
+        out: parts if IS_SHARED else tensor("out", B, Hq, Sq),
+        lse: stats if IS_SHARED else row_tensor("lse", B, Hq, Sq),
         taken: T.int64,  # a number is handed over sooner than a tensor
         group: T.int32,
         qk_scale: T.float32,
@@ -132,7 +133,7 @@ def build_attention_fwd_hopper(
             upcoming = T.alloc_local((5,), "int32")
             if multiplies_by_hand(HEAD_DIM):
                 wgmma.lay_out((q_tile, k_tile, v_tile), (scores, p, acc, rounded))
-            stats = alloc_stats(BLOCK_M)
+            maxima = alloc_stats(BLOCK_M)
             total = T.alloc_fragment((BLOCK_M,), "float32")
             lse_tile = T.alloc_fragment((BLOCK_M,), "float32")
             work_full, work_free = T.alloc_barrier([1] * 2), T.alloc_barrier([warps] * 2)
@@ -157,7 +158,7 @@ def build_attention_fwd_hopper(
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(thread))
                 scale = make_scale(qk_scale)
-                registers = Registers(scores, p, acc, rounded, total, lse_tile, upcoming, stats)
+                registers = Registers(scores, p, acc, rounded, total, lse_tile, upcoming, maxima)
                 parts = (buffers, barriers, registers)
                 consume(out, lse, Consumer(*parts, scale, qk_scale, warpgroup))
 

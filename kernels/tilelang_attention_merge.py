@@ -12,15 +12,22 @@ tiles; the forward gives a part of each (its `IS_SHARED`), and another launch pu
 with a part's sums acc_s and sum_s relative to its maximum m_s. That is exact where an lse of each
 part would not be: of huge scores it rounds thousands away, and with them how much each part weighs.
 
-Parts lie in float32 [shares * B, Hq, Sq, D], their statistics in [2 * shares * B, Hq, Sq], maxima
-first. One query of grouped heads lies there as Hkv heads of Hq / Hkv queries, as which it is asked:
-it reads all keys, so the heads of a group are to the kernel queries of one tile, and their keys are
-read once. In memory that is the same.
+Parts lie in float32 [shares * B, Hq, Sq, HEAD_DIM], maxima and sums in [shares * B, Hq, Sq, 2]. One
+query of grouped heads lies there as Hkv heads of Hq / Hkv queries, as which it is asked: it reads
+all keys, so the heads of a group are to the kernel queries of one tile, and their keys are read
+once. In memory that is the same.
 """
 
 from typing import Any, NamedTuple
 
-from minitx.kernels.tilelang_products import make_base, make_tensor, place, row_tensor, sizes
+from minitx.kernels.tilelang_products import (
+    make_base,
+    make_tensor,
+    part_tensors,
+    place,
+    row_tensor,
+    sizes,
+)
 from minitx.kernels.tilelang_runtime import Language
 
 # The annotations of a prim_func are values, not types:
@@ -37,9 +44,12 @@ class Sharing(NamedTuple):
     max_shares: int  # for a tile of queries; for more tiles in all
 
 
-# Parts of a single query are nothing to its keys; of a full tile of queries they are 64 KiB, as
-# much as 128 keys and values of 128, and the more heads there are the less sharing gains.
+# Parts of a single query are nothing to its keys, and with few heads it takes many. Of a full tile
+# of queries a part is as large as 128 keys and values, and is written and read.
 SHARINGS = (Sharing(1, 512, 128), Sharing(64, 512, 32), Sharing(1024, 2048, 8))
+# In a share, at least. Where there are heads enough sharing gains nothing, and costs what parts are
+# to keys: of 128 queries by 2,048 keys some 12 %, in batches of 8 (benchmarks/NOTES.md).
+KEYS_A_QUERY = 16
 FEW_TILE = 64  # queries, for which the forward has tiles of their own
 CHUNK_TILE = 128  # queries
 
@@ -53,16 +63,19 @@ class MergeTile(NamedTuple):
 
 
 ONE_QUERY, MORE_QUERIES = MergeTile(128, 1, 8), MergeTile(32, 8, 1)
-UNROLLED = 8  # parts of a lane whose loads are in flight together
+UNROLLED = 4  # parts of a lane whose loads are in flight together
 
 
 def count_shares(Sq: int, Skv: int, BLOCK_N: int) -> int:
     """Into how many shares, none of them empty, the keys are cut; 1 if that does not pay."""
     sharing = next((s for s in SHARINGS if s.max_queries >= Sq), None)
-    if sharing is None or Skv < 2 * sharing.min_keys:
+    if sharing is None:
+        return 1
+    min_keys = max(sharing.min_keys, KEYS_A_QUERY * Sq)
+    if Skv < 2 * min_keys:
         return 1
     tiles, most = -(-Skv // BLOCK_N), max(sharing.max_shares // -(-Sq // CHUNK_TILE), 1)
-    share = max(-(-sharing.min_keys // BLOCK_N), -(-tiles // most))
+    share = max(-(-min_keys // BLOCK_N), -(-tiles // most))
     return -(-tiles // share)
 
 
@@ -75,47 +88,44 @@ def build_attention_merge(
     base = make_base(dtype)
     tensor = make_tensor(lang, dtype)
     B, Hq, Sq, P, Hp, Sp = sizes("B", "Hq", "Sq", "P", "Hp", "Sp")
+    of_parts, of_stats = part_tensors(P, Hp, Sp, HEAD_DIM)
     minus_inf = -T.infinity("float32")
-    SLOTS = BLOCK_M * lanes
-    threads = min(SLOTS * HEAD_DIM, 256)
+    threads = BLOCK_M * lanes * 32
 
-    def spread(*tiles: Any) -> None:
-        """Over the threads, neighbours side by side: TileLang would take long to find that out."""
-
-        def owner(slot: Any, d: Any) -> tuple[Any, Any]:
-            return (slot * HEAD_DIM + d) % threads, (slot * HEAD_DIM + d) // threads
-
+    def spread(tile: Any) -> None:
+        """A warp for each lane; every head dim is a multiple of 32."""
         if not lang.on_cpu:
-            layout = T.Fragment((SLOTS, HEAD_DIM), forward_fn=owner)
-            T.annotate_layout(dict.fromkeys(tiles, layout))
 
-    def finite(top: Any) -> Any:
-        """With no key seen, -inf - -inf would be NaN."""
-        return T.if_then_else(top == minus_inf, 0.0, top)
+            def owner(i: Any, lane: Any, d: Any) -> tuple[Any, Any]:
+                return (i * lanes + lane) * 32 + d % 32, d // 32
+
+            layout = T.Fragment((BLOCK_M, lanes, HEAD_DIM), forward_fn=owner)
+            T.annotate_layout({tile: layout})
 
     @T.prim_func
     def attention_merge(
-        parts: tensor("parts", P, Hp, Sp, "float32"),
-        stats: row_tensor("stats", 2 * P, Hp, Sp),
+        parts: of_parts,
+        stats: of_stats,
         out: tensor("out", B, Hq, Sq),
         lse: row_tensor("lse", B, Hq, Sq),
     ):
         T.annotate_pass_configs(
             {
                 "tl.disable_warp_specialized": True,
-                # Every load and store stands under a condition of its own.
+                # Loads stand under conditions of their own.
                 "tl.disable_safe_memory_legalize": True,
             }
         )
         with T.Kernel(B * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads) as block:
-            # Of the parts that one of a query's lanes adds up; then of all of them.
-            top = lang.tile((SLOTS, HEAD_DIM), "float32")
-            total = lang.tile((SLOTS, HEAD_DIM), "float32")
-            acc = lang.tile((SLOTS, HEAD_DIM), "float32")
-            spread(top, total, acc)
-            tops = lang.shared((SLOTS, HEAD_DIM), "float32")
-            totals = lang.shared((SLOTS, HEAD_DIM), "float32")
-            accs = lang.shared((SLOTS, HEAD_DIM), "float32")
+            row_max = lang.tile((BLOCK_M, max_shares), "float32")
+            row_sum = lang.tile((BLOCK_M, max_shares), "float32")
+            top = lang.tile((BLOCK_M,), "float32")
+            shift = lang.tile((BLOCK_M,), "float32")
+            total = lang.tile((BLOCK_M,), "float32")
+            weights = lang.shared((BLOCK_M, max_shares), "float32")
+            sums = lang.tile((BLOCK_M, lanes, HEAD_DIM), "float32")
+            acc = lang.tile((BLOCK_M, HEAD_DIM), "float32")
+            spread(sums)
 
             tile, block_head, block_batch = place(block, T.ceildiv(Sq, BLOCK_M), Hq)
             # Variables: TileLang would prove things of the divisions wherever these are used.
@@ -127,55 +137,37 @@ def build_attention_merge(
             is_one = BLOCK_M == 1
             h = T.alloc_var("int32", init=T.truncdiv(head, Sp) if is_one else head)
             m = T.alloc_var("int32", init=T.truncmod(head, Sp) if is_one else m_start)
-            rounds = T.ceildiv(num_shares, lanes * UNROLLED)
 
-            T.fill(top, minus_inf)
-            T.fill(total, 0)
-            T.fill(acc, 0)
-            for n in T.serial(rounds):
-                for slot, d in lang.each(SLOTS, HEAD_DIM):
-                    i = slot // lanes
+            T.fill(row_max, minus_inf)
+            T.fill(row_sum, 0)
+            for i, s in lang.each(BLOCK_M, max_shares):
+                if (s < num_shares) & (m_start + i < Sq):
+                    row_max[i, s] = stats[s * B + batch, h, m + i, 0]
+                    row_sum[i, s] = stats[s * B + batch, h, m + i, 1]
+            T.reduce_max(row_max, top, dim=1)
+            for i in lang.each(BLOCK_M):
+                # With no key seen, -inf - -inf would be NaN.
+                shift[i] = T.if_then_else(top[i] == minus_inf, 0.0, top[i])
+            for i, s in lang.each(BLOCK_M, max_shares):
+                row_max[i, s] = base.exp(row_max[i, s] - shift[i])
+                row_sum[i, s] *= row_max[i, s]
+            T.reduce_sum(row_sum, total, dim=1)
+            for i in lang.each(BLOCK_M):
+                top[i] = (top[i] + base.log(total[i])) / base.log_e
+                # Without keys all parts are 0.
+                total[i] = T.if_then_else(total[i] == 0.0, 1.0, total[i])
+            for i, s in lang.each(BLOCK_M, max_shares):
+                weights[i, s] = row_max[i, s] / total[i]
+
+            T.fill(sums, 0)
+            for n in T.serial(T.ceildiv(num_shares, lanes * UNROLLED)):
+                for i, lane, d in lang.each(BLOCK_M, lanes, HEAD_DIM):
                     for u in T.unroll(UNROLLED):
-                        s = (n * UNROLLED + u) * lanes + slot % lanes
+                        s = (n * UNROLLED + u) * lanes + lane
                         if (s < num_shares) & (m_start + i < Sq):
-                            top[slot, d] = T.max(top[slot, d], stats[s * B + batch, h, m + i])
-            for n in T.serial(rounds):
-                for slot, d in lang.each(SLOTS, HEAD_DIM):
-                    i = slot // lanes
-                    for u in T.unroll(UNROLLED):
-                        s = (n * UNROLLED + u) * lanes + slot % lanes
-                        if (s < num_shares) & (m_start + i < Sq) & (d < out.shape[3]):
-                            part = s * B + batch
-                            weight = base.exp(stats[part, h, m + i] - finite(top[slot, d]))
-                            part_sum = stats[P + part, h, m + i]
-                            total[slot, d] += weight * part_sum
-                            # Of no key the sums may be NaN, from a masked one among the values.
-                            acc[slot, d] += T.if_then_else(
-                                part_sum == 0.0, 0.0, weight * parts[part, h, m + i, d]
-                            )
-            for slot, d in lang.each(SLOTS, HEAD_DIM):
-                tops[slot, d] = top[slot, d]
-                totals[slot, d] = total[slot, d]
-                accs[slot, d] = acc[slot, d]
-            for slot, d in lang.each(SLOTS, HEAD_DIM):
-                first = slot // lanes * lanes
-                total[slot, d] = 0
-                acc[slot, d] = 0
-                for lane in T.unroll(lanes):
-                    top[slot, d] = T.max(top[slot, d], tops[first + lane, d])
-                for lane in T.unroll(lanes):
-                    weight = base.exp(tops[first + lane, d] - finite(top[slot, d]))
-                    total[slot, d] += weight * totals[first + lane, d]
-                    acc[slot, d] += weight * accs[first + lane, d]
-            for slot, d in lang.each(SLOTS, HEAD_DIM):
-                i = slot // lanes
-                if (slot % lanes == 0) & (m_start + i < Sq) & (d < out.shape[3]):
-                    out[batch, head, m_start + i, d] = T.if_then_else(
-                        total[slot, d] == 0.0, 0.0, acc[slot, d] / total[slot, d]
-                    )
-                    if d == 0:
-                        lse[batch, head, m_start + i] = (
-                            top[slot, d] + base.log(total[slot, d])
-                        ) / base.log_e
+                            sums[i, lane, d] += weights[i, s] * parts[s * B + batch, h, m + i, d]
+            T.reduce_sum(sums, acc, dim=1)
+            T.copy(acc, out[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
+            T.copy(top, lse[batch, head, m_start : m_start + BLOCK_M])
 
     return attention_merge

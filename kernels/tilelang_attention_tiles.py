@@ -1,9 +1,15 @@
 """Sizes of the TileLang attention kernels' tiles, by kernel, head dim, dtype and device."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class Tiles(NamedTuple):
@@ -69,6 +75,9 @@ HOPPER_FEW_TILES = {
     192: Tiles(64, 96, 2, 128),
     256: Tiles(64, 64, 3, 128),
 }
+
+# And where they are more: of 256 queries 192 would leave half a tile.
+HOPPER_CHUNK_TILES = {32: Tiles(128, 128, 4, 256), 64: Tiles(128, 128, 4, 256)}
 
 # 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them. Copies are element by
 # element there, for which nvcc makes good code if rows are powers of two.
@@ -144,6 +153,11 @@ def padded_head_dim(D: int, dtype: torch.dtype, device: torch.device) -> int:
     return next(width for width in _table(dtype, device)["fwd"] if width >= D)
 
 
+def kernel_key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What every builder's key has."""
+    return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
+
+
 @functools.cache
 def choose_tiles(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles of "fwd", "dkdv" or "dq"."""
@@ -162,6 +176,8 @@ def choose_shared_fwd_tiles(
     D: int, dtype: torch.dtype, device: torch.device, is_few: bool
 ) -> Tiles:
     """Tiles of the forward whose blocks share out the keys."""
-    if is_few and takes_hopper_kernels(dtype, device):
-        return HOPPER_FEW_TILES[padded_head_dim(D, dtype, device)]
-    return choose_tiles("fwd", D, dtype, device)
+    tiles = choose_tiles("fwd", D, dtype, device)
+    if not takes_hopper_kernels(dtype, device):
+        return tiles
+    width = padded_head_dim(D, dtype, device)
+    return HOPPER_FEW_TILES[width] if is_few else HOPPER_CHUNK_TILES.get(width, tiles)

@@ -3,7 +3,7 @@ keys are shared out, a part of it.
 
 A part is what `tilelang_attention_merge.py` puts together: the sums as they are, not divided, and
 for each query the maximum that they are relative to, in powers of two, and the sum of
-probabilities.
+probabilities. Without a key the sums are 0: with a masked NaN among the values they would be NaN.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def make_store(sizes: Sizes) -> Any:
 def make_store_part(sizes: Sizes) -> Any:
     import tilelang.language as T
 
-    BLOCK_M, HEAD_DIM, num_parts = sizes.BLOCK_M, sizes.HEAD_DIM, sizes.parts
+    BLOCK_M, HEAD_DIM = sizes.BLOCK_M, sizes.HEAD_DIM
     by_row = wgmma.by_row(BLOCK_M)
 
     @T.macro
@@ -31,10 +31,11 @@ def make_store_part(sizes: Sizes) -> Any:
         part, head, m_start = turn.part, turn.head, turn.m_start
         for i in T.Parallel(BLOCK_M):
             top[i] = rows.row_max[i] * rows.factor[i]
+        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+            acc[i, d] = T.if_then_else(total[i] == 0.0, 0.0, acc[i, d])
         T.copy(acc, parts[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
-        T.copy(top, stats[part, head, m_start : m_start + BLOCK_M], loop_layout=by_row)
-        of_sums = num_parts + part
-        T.copy(total, stats[of_sums, head, m_start : m_start + BLOCK_M], loop_layout=by_row)
+        T.copy(top, stats[part, head, m_start : m_start + BLOCK_M, 0], loop_layout=by_row)
+        T.copy(total, stats[part, head, m_start : m_start + BLOCK_M, 1], loop_layout=by_row)
 
     return store
 

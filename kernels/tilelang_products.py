@@ -171,7 +171,7 @@ def make_tensor(lang: Language, dtype: str) -> Callable[..., Any]:
 
     (D,) = sizes("D")
 
-    def tensor(name: str, B: Any, H: Any, S: Any, dtype: str = dtype) -> Any:
+    def tensor(name: str, B: Any, H: Any, S: Any) -> Any:
         outer = [T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs"]
         inner = T.dynamic(f"{name}_d", "int64") if lang.on_cpu else 1
         return T.StridedTensor((B, H, S, D), (*outer, inner), dtype)
@@ -185,6 +185,13 @@ def row_tensor(name: str, B: Any, H: Any, S: Any) -> Any:
 
     strides = tuple(T.dynamic(f"{name}_{dim}", "int64") for dim in "bhs")
     return T.StridedTensor((B, H, S), strides, "float32")
+
+
+def part_tensors(P: Any, H: Any, S: Any, HEAD_DIM: int) -> tuple[Any, Any]:
+    """The types of parts [P, H, S, HEAD_DIM] and stats [P, H, S, 2]: contiguous float32."""
+    import tilelang.language as T
+
+    return T.Tensor((P, H, S, HEAD_DIM), "float32"), T.Tensor((P, H, S, 2), "float32")
 
 
 def place(block: Any, num_tiles: Any, heads: Any) -> tuple[Any, Any, Any]:

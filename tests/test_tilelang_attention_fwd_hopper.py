@@ -27,6 +27,8 @@ from minitx.kernels.tilelang_attention_fwd_hopper import (  # noqa: E402
     build_attention_fwd_hopper,
 )
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    HOPPER_CHUNK_TILES,
+    HOPPER_FEW_TILES,
     HOPPER_SHORT_TILES,
     HOPPER_TILES,
     choose_hopper_fwd_tiles,
@@ -87,7 +89,13 @@ def test_few_keys_have_tiles_of_their_own_in_heads_of_64_and_128():
 
 
 @pytest.mark.parametrize(
-    ("D", "tiles"), [*HOPPER_TILES["fwd"].items(), *HOPPER_SHORT_TILES.items()]
+    ("D", "tiles"),
+    [
+        *HOPPER_TILES["fwd"].items(),
+        *HOPPER_SHORT_TILES.items(),
+        *HOPPER_FEW_TILES.items(),
+        *HOPPER_CHUNK_TILES.items(),
+    ],
 )
 def test_tiles_fit_a_multiprocessor(D, tiles):
     # With the two buffers that queries have up to D = 128, and some barriers.

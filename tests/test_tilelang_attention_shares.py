@@ -6,6 +6,7 @@ keys that pay.
 """
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ if not _support.ok:
 from minitx.kernels import (  # noqa: E402
     tilelang_attention,
     tilelang_attention_merge,
+    tilelang_attention_shared,
     tilelang_runtime,
 )
+from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper  # noqa: E402
 from minitx.kernels.tilelang_attention_merge import (  # noqa: E402
     MORE_QUERIES,
     ONE_QUERY,
@@ -31,10 +34,21 @@ from minitx.kernels.tilelang_attention_merge import (  # noqa: E402
     build_attention_merge,
     count_shares,
 )
+from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    HOPPER_FEW_TILES,
+    takes_hopper_kernels,
+)
 
 INF, NAN = math.inf, math.nan
 BF16 = torch.bfloat16
 TILE = 32 if _probe.device.type == "cpu" else 128  # keys, as far as the shapes below go
+
+
+def on_hopper(test):
+    """Runs where the kernels are those for Hopper."""
+    elsewhere = not takes_hopper_kernels(BF16, _probe.device)
+    skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
+    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture
@@ -42,7 +56,7 @@ def small_shares(monkeypatch, nothing_remembered, poisoned_memory) -> list[int]:
     """Keys are shared out wherever there are two tiles of them; the numbers of shares that were
     taken. What of a part is not written is NaN."""
     taken = []
-    shared = tilelang_attention.SharedForward
+    shared = tilelang_attention.SharedLaunch
 
     def recording(*args):
         taken.append(args[-1])
@@ -51,7 +65,8 @@ def small_shares(monkeypatch, nothing_remembered, poisoned_memory) -> list[int]:
     sharings = (Sharing(1, TILE, 128), Sharing(64, TILE, 32), Sharing(10**6, TILE, 32))
     monkeypatch.setattr(tilelang_attention_merge, "SHARINGS", sharings)
     monkeypatch.setattr(tilelang_attention_merge, "CHUNK_TILE", 10**6)
-    monkeypatch.setattr(tilelang_attention, "SharedForward", recording)
+    monkeypatch.setattr(tilelang_attention_merge, "KEYS_A_QUERY", 0)
+    monkeypatch.setattr(tilelang_attention, "SharedLaunch", recording)
     return taken
 
 
@@ -205,7 +220,7 @@ def test_one_compile_for_all_numbers_of_shares(device, small_shares):
 
 
 def test_no_share_is_empty_and_few_are_small():
-    limit = {1: (512, 128), 2: (512, 32), 64: (512, 32), 65: (2048, 8), 256: (2048, 4)}
+    limit = {1: (512, 128), 2: (512, 32), 64: (1024, 32), 65: (2048, 8), 256: (4096, 4)}
     for Sq, (min_keys, most) in limit.items():
         for BLOCK_N in (32, 64, 96, 128):
             for Skv in (*range(1, 5000, 37), 16384, 16385, 131072, 10**6 + 1):
@@ -229,9 +244,9 @@ def test_what_is_launched_on_hopper(monkeypatch, small_shares, Sq, Hq):
         key.pop("soon", None)
         return lambda *args: launches.append((build, key, args))
 
-    monkeypatch.setattr(tilelang_attention, "get_kernel", get_kernel)
-    monkeypatch.setattr(tilelang_attention, "takes_hopper_kernels", lambda *_: True)
-    monkeypatch.setattr(tilelang_attention, "multiprocessors", lambda _: 20)
+    monkeypatch.setattr(tilelang_attention_shared, "get_kernel", get_kernel)
+    monkeypatch.setattr(tilelang_attention_shared, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention_shared, "multiprocessors", lambda _: 20)
     q, k, v = make_qkv(3, 8, 2, Sq, 5 * TILE, 64, device="cpu")
     out, lse = tilelang_attention._fwd(q, k, v, True, 0.125)
     (_, key, forward), (build, merge_key, merge) = launches
@@ -241,9 +256,99 @@ def test_what_is_launched_on_hopper(monkeypatch, small_shares, Sq, Hq):
     parts, stats = forward[3:5]
     rows = 4 if Sq == 1 else Sq
     assert (parts.shape, parts.dtype) == ((15, Hq, rows, 64), torch.float32)
-    assert (stats.shape, stats.dtype) == ((30, Hq, rows), torch.float32)
+    assert (stats.shape, stats.dtype) == ((15, Hq, rows, 2), torch.float32)
     assert forward[0].shape == (3, Hq, rows, 64)
     assert forward[0].data_ptr() == q.data_ptr()
     assert forward[5] == 0  # no counter
     assert forward[6] == (1 if Sq == 1 else 4)
     assert [id(t) for t in merge] == [id(t) for t in (parts, stats, out, lse)]
+
+
+def test_parts_are_stored_from_registers():
+    # Compiled, not run: no GPU is needed, but nvcc.
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    source = tilelang_runtime.compile_kernel(
+        build_attention_fwd_hopper,
+        tilelang_runtime.Target("cuda", "sm_90a"),
+        dtype="bfloat16",
+        HEAD_DIM=64,
+        IS_CAUSAL=True,
+        IS_SHARED=True,
+        **HOPPER_FEW_TILES[64]._asdict(),
+    ).source
+    assert "float* __restrict__ out" in source
+    assert "tma_store(" not in source
+    assert "take_one(taken)" not in source
+    assert source.count("tl::wgmma_ss<") == 4
+    assert source.count("tl::wgmma_rs<") == 3
+
+
+# The kernels for Hopper
+
+
+@on_hopper
+@pytest.mark.contract("sizes", "shapes and grouped heads", kernel="tilelang")
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("D", [24, 64, 80, 128, 160, 256])
+@pytest.mark.parametrize(
+    ("Hq", "Hkv", "Sq", "Skv"),
+    [
+        (40, 8, 1, 5000),  # 320 tiles, some three to a multiprocessor
+        (4, 2, 50, 700),
+        (4, 2, 50, 130),
+        (2, 2, 300, 1111),
+        (2, 1, 900, 600),  # queries without keys
+    ],
+)
+def test_every_tile_for_hopper(small_shares, D, Hq, Hkv, Sq, Skv, dtype):
+    q, k, v = make_qkv(1, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=dtype, layout="bshd")
+    for scale in (None, -0.3):
+        check_attention("tilelang", q, k, v, is_causal=True, scale=scale)
+    assert min(small_shares) > 1
+
+
+@on_hopper
+@pytest.mark.parametrize("Sq", [1, 64, 256])
+@pytest.mark.parametrize("step", [0.02, -0.2])
+def test_maxima_that_lag_within_shares(small_shares, Sq, step):
+    # Scores grow, or shrink, by up to 2^37 from one tile of keys to the next.
+    for D in (64, 128):
+        q, k, v = make_qkv(1, 4, 2, Sq, 3000, D, device="cuda", dtype=BF16)
+        q[..., 0] = torch.linspace(0, D**0.5, Sq) if Sq > 1 else D**0.5
+        k[..., 0] = torch.arange(3000) * -step
+        check_attention("tilelang", q, k, v, is_causal=True)
+
+
+@on_hopper
+@pytest.mark.contract("CUDA graphs, streams, devices, threads", kernel="tilelang")
+@pytest.mark.parametrize("Sq", [1, 40, 200])
+def test_shares_in_a_graph_and_on_streams(Sq):
+    kwargs = {"is_causal": True, "kernel": "tilelang", "return_lse": True}
+    inputs = [make_qkv(2, 8, 2, Sq, S, 64, device="cuda", dtype=BF16) for S in (5000, 16500)]
+    alone = [attention(*qkv, **kwargs) for qkv in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in inputs], []
+    for graph, qkv, stream in zip(graphs, inputs, streams, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            captured.append(attention(*qkv, **kwargs))
+    for _ in range(5):
+        together = []
+        for stream, graph, qkv in zip(streams, graphs, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                together.append(attention(*qkv, **kwargs))
+        torch.cuda.synchronize()
+        for want, *got in zip(alone, captured, together, strict=True):
+            for out, lse in got:
+                assert torch.equal(out, want[0])
+                assert torch.equal(lse, want[1])
+
+
+@on_hopper
+@pytest.mark.parametrize(("Sq", "D"), [(1, 64), (1, 128), (64, 128), (256, 64), (256, 128)])
+def test_as_long_as_it_is_meant_for(Sq, D):
+    q, k, v = make_qkv(2, 8, 2, Sq, 16400, D, device="cuda", dtype=BF16)
+    assert tilelang_attention_shared.count_shares_of(q, k) > 2
+    check_attention("tilelang", q, k, v, is_causal=True)
