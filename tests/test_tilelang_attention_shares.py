@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from tilelang_hopper import check_forward, on_hopper
 
 from minitx.kernels import attention, attention_reference, supports
 from minitx.testing import check_attention, make_qkv
@@ -36,19 +37,11 @@ from minitx.kernels.tilelang_attention_merge import (  # noqa: E402
 )
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
     HOPPER_FEW_TILES,
-    takes_hopper_kernels,
 )
 
 INF, NAN = math.inf, math.nan
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 TILE = 32 if _probe.device.type == "cpu" else 128  # keys, as far as the shapes below go
-
-
-def on_hopper(test):
-    """Runs where the kernels are those for Hopper."""
-    elsewhere = not takes_hopper_kernels(BF16, _probe.device)
-    skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
-    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture
@@ -88,7 +81,7 @@ LENGTHS = [
 @pytest.mark.parametrize(("Sq", "tiles", "shares"), LENGTHS)
 def test_shares_of_every_kind(device, small_shares, Sq, tiles, shares, is_causal):
     Skv = tiles[0] * TILE + tiles[1]
-    q, k, v = make_qkv(2, 4, 2, Sq, Skv, 31, device=device, dtype=torch.float16)
+    q, k, v = make_qkv(2, 4, 2, Sq, Skv, 31, device=device, dtype=FP16)
     result = check_attention("tilelang", q, k, v, is_causal=is_causal, with_dlse=True)
     assert small_shares == [shares]
     if is_causal and Sq > Skv:
@@ -288,9 +281,10 @@ def test_parts_are_stored_from_registers():
 
 
 @on_hopper
-@pytest.mark.contract("sizes", "shapes and grouped heads", kernel="tilelang")
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("D", [24, 64, 80, 128, 160, 256])
+@pytest.mark.contract("sizes", "shapes and grouped heads", "head dims", kernel="tilelang")
+@pytest.mark.parametrize(
+    ("D", "dtype"), [(24, FP16), (64, BF16), (80, FP16), (128, BF16), (160, FP16), (256, FP16)]
+)
 @pytest.mark.parametrize(
     ("Hq", "Hkv", "Sq", "Skv"),
     [
@@ -301,10 +295,10 @@ def test_parts_are_stored_from_registers():
         (2, 1, 900, 600),  # queries without keys
     ],
 )
-def test_every_tile_for_hopper(small_shares, D, Hq, Hkv, Sq, Skv, dtype):
+def test_every_tile_for_hopper(small_shares, D, dtype, Hq, Hkv, Sq, Skv):
     q, k, v = make_qkv(1, Hq, Hkv, Sq, Skv, D, device="cuda", dtype=dtype, layout="bshd")
     for scale in (None, -0.3):
-        check_attention("tilelang", q, k, v, is_causal=True, scale=scale)
+        check_forward(q, k, v, is_causal=True, scale=scale)
     assert min(small_shares) > 1
 
 
@@ -317,7 +311,7 @@ def test_maxima_that_lag_within_shares(small_shares, Sq, step):
         q, k, v = make_qkv(1, 4, 2, Sq, 3000, D, device="cuda", dtype=BF16)
         q[..., 0] = torch.linspace(0, D**0.5, Sq) if Sq > 1 else D**0.5
         k[..., 0] = torch.arange(3000) * -step
-        check_attention("tilelang", q, k, v, is_causal=True)
+        check_forward(q, k, v, is_causal=True)
 
 
 @on_hopper
@@ -351,4 +345,4 @@ def test_shares_in_a_graph_and_on_streams(Sq):
 def test_as_long_as_it_is_meant_for(Sq, D):
     q, k, v = make_qkv(2, 8, 2, Sq, 16400, D, device="cuda", dtype=BF16)
     assert tilelang_attention_shared.count_shares_of(q, k) > 2
-    check_attention("tilelang", q, k, v, is_causal=True)
+    check_forward(q, k, v, is_causal=True)
