@@ -24,6 +24,7 @@ from minitx.kernels import (  # noqa: E402
     tilelang_attention,
     tilelang_attention_merge,
     tilelang_attention_shared,
+    tilelang_attention_tiles,
     tilelang_runtime,
 )
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper  # noqa: E402
@@ -255,6 +256,16 @@ def test_what_is_launched_on_hopper(monkeypatch, small_shares, Sq, Hq):
     assert forward[5] == 0  # no counter
     assert forward[6] == (1 if Sq == 1 else 4)
     assert [id(t) for t in merge] == [id(t) for t in (parts, stats, out, lse)]
+
+
+def test_a_first_forward_that_shares_prepares_other_numbers_of_queries(monkeypatch):
+    monkeypatch.setattr(tilelang_attention_tiles, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(tilelang_attention_shared, "takes_hopper_kernels", lambda *_: True)
+    where = 64, BF16, torch.device("cuda", 78), True  # no such device: nothing is cached
+    soon = tilelang_attention_shared.soon_requests(*where)
+    for Sq in (1, 2, 64, 65, 500):
+        assert all(r in soon for r in tilelang_attention_shared.shared_requests(Sq, *where))
+    assert tilelang_attention_shared.soon_requests(64, BF16, torch.device("cpu"), True) == []
 
 
 def test_parts_are_stored_from_registers():
