@@ -60,6 +60,7 @@ def test_rows_are_checked_timed_and_set_in_relation():
     for (_, name), r in rows.items():
         assert r["status"] == "ok"
         assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+        assert (r["late_share"] is None) == (DEVICE == "cpu")  # which waits for no host
         assert r["tflop_per_s"] == pytest.approx(CASE.flops(name) / r["median_ms"] / 1e9)
         assert 0 <= r["max_error"] <= r["error_budget"] < 1e-4
         assert r["first_call_s"] > 0
@@ -405,6 +406,7 @@ def test_on_a_gpu(tmp_path):
         if r["kernel"] in ("eager", "sdpa", "triton", "tilelang"):
             assert r["status"] == "ok"
             assert r["pass"] in HOST_PASSES or float(r["peak_gib"]) > 0
+            assert (r["late_share"] == "") == (r["pass"] in ("host forward", "host both"))
     kernels.remove("flex")  # which compiles for every shape
     chunks = [*flags, *out, "--overwrite", "--queries", "1,70", "--kernels", ",".join(kernels)]
     assert bench.main(["attention", *chunks]) == 0
