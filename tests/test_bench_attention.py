@@ -1,6 +1,7 @@
 """python -m minitx.bench attention: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
+import re
 import tempfile
 import time
 from dataclasses import replace
@@ -259,6 +260,8 @@ def test_csv_tables_and_picture(tmp_path, capsys):
         assert (r["status"] == "ok") == (r["kernel"] != "sdpa-flash")
         assert (r["torch"], r["label"]) == (torch.__version__, "mine")
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    explained = re.findall(r"\w+", (attention_bench.__doc__ or "").partition("Columns")[2])
+    assert set(rows[0]) <= set(explained)
     out = capsys.readouterr().out
     assert "backward, D 4, 2 : 1 heads, float32, causal: TFLOP/s" in out
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100

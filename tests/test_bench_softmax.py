@@ -1,6 +1,7 @@
 """python -m minitx.bench softmax: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
+import re
 import sys
 import types
 
@@ -48,6 +49,8 @@ def test_csv_table_and_picture(tmp_path, capsys):
         assert float(r["max_error"]) <= float(r["error_budget"])
         assert r["torch"] == torch.__version__
         assert float(r["first_call_s"]) > 0
+    explained = re.findall(r"\w+", (softmax_bench.__doc__ or "").partition("Columns")[2])
+    assert set(rows[0]) <= set(explained)
     assert (tmp_path / "softmax.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "float16 backward, causal: TB/s" in out

@@ -4,7 +4,23 @@ Each result is first checked on some rows against float64, then timed. What coun
 the bytes that must move: forward one read and one write of the tensor, backward two reads and one
 write, causal rows read only where they are visible; beside it stands what a plain copy reaches on
 the same machine. Writes softmax.csv and softmax.png to --out_dir and prints tables, one of them of
-what the causal rule saves in time.
+what the causal rule saves in time. Runs are timed as those of attention are, whose --help says how.
+
+Columns of softmax.csv, a row for each kernel, tensor and direction:
+
+    kernel, dtype, direction, is_causal
+    rows, columns           of the tensor; a causal one is of square matrices
+    bytes                   that must move, read and written
+    status                  ok, or why there are no figures
+    median_ms, p20_ms, p80_ms   of a call: the median run, 20th and 80th percentile
+    late_share              of the runs, the part that the host launched late; above 0.5 they count
+    tb_per_s                bytes by the median, in 1e12 a second
+    first_call_s            seconds of the first call, with its compiles where nothing is cached
+    peak_gib                that a call allocates at its peak beyond what was allocated before
+    max_error, error_budget against float64: the worst of result and gradient, and how much is
+                            allowed
+    copy_tb_per_s           what a copy on this machine reads and writes, likewise
+    device, torch, triton, tilelang, commit     where the row comes from
 """
 
 from collections.abc import Callable
