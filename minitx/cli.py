@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import (
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    set_parsing_settings,
+)
 
 from minitx.kernels import KernelUnavailableError
 
@@ -45,8 +50,22 @@ class RunStopped(RuntimeError):
         self.exit_code = exit_code
 
 
+class _HelpFormatter(DefaultHelpFormatter):
+    """Leaves a description its paragraphs, and what is indented, such as commands, its lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if p.startswith(" ") else fill(p, width, indent) for p in paragraphs)
+
+
 def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        exit_on_error=False,
+        formatter_class=_HelpFormatter,
+    )
     if "config" not in _setting_names(config_class):
         parser.add_argument(
             "--config", action="config", help="YAML file with any of the settings below"

@@ -1,6 +1,7 @@
 """python -m minitx.bench attention: what it writes, checks and refuses. Its figures are no test."""
 
 import csv
+import re
 import tempfile
 import time
 from dataclasses import replace
@@ -60,6 +61,7 @@ def test_rows_are_checked_timed_and_set_in_relation():
     for (_, name), r in rows.items():
         assert r["status"] == "ok"
         assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+        assert (r["late_share"] is None) == (DEVICE == "cpu")  # which waits for no host
         assert r["tflop_per_s"] == pytest.approx(CASE.flops(name) / r["median_ms"] / 1e9)
         assert 0 <= r["max_error"] <= r["error_budget"] < 1e-4
         assert r["first_call_s"] > 0
@@ -111,7 +113,7 @@ def test_fewer_queries_than_keys(monkeypatch):
 
 
 def test_pytorchs_own_object_for_the_last_queries():
-    """Which backends take in place of a mask: it means what this project's causal rule does."""
+    """Which a backend takes in place of a mask: it means what this project's causal rule does."""
     q, k, v = make_qkv(2, 4, 2, 5, 9, 8)
     out = attention_variants._sdpa_lower_right(q, k, v)
     torch.testing.assert_close(out, right(q, k, v))
@@ -119,12 +121,12 @@ def test_pytorchs_own_object_for_the_last_queries():
 
 @pytest.mark.parametrize("kernel", ["sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"])
 @pytest.mark.parametrize("queries", [None, 1, 3])
-def test_backends_are_asked_without_a_mask_where_they_can_be(monkeypatch, kernel, queries):
+def test_efficient_is_asked_without_a_mask_for_the_last_queries(monkeypatch, kernel, queries):
     asked = []
     monkeypatch.setattr(attention_variants, "_sdpa_lower_right", lambda q, k, v: asked.append(q))
     monkeypatch.setattr(attention_variants, "_attention", lambda *_: None)
     make_variant(kernel, replace(CASE, queries=queries)).call("q", "k", "v")
-    assert bool(asked) == (queries == 3 and kernel in ("sdpa-flash", "sdpa-efficient"))
+    assert bool(asked) == (queries == 3 and kernel == "sdpa-efficient")
 
 
 class WrongGradient(torch.autograd.Function):
@@ -258,6 +260,8 @@ def test_csv_tables_and_picture(tmp_path, capsys):
         assert (r["status"] == "ok") == (r["kernel"] != "sdpa-flash")
         assert (r["torch"], r["label"]) == (torch.__version__, "mine")
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    explained = re.findall(r"\w+", (attention_bench.__doc__ or "").partition("Columns")[2])
+    assert set(rows[0]) <= set(explained)
     out = capsys.readouterr().out
     assert "backward, D 4, 2 : 1 heads, float32, causal: TFLOP/s" in out
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
@@ -405,6 +409,7 @@ def test_on_a_gpu(tmp_path):
         if r["kernel"] in ("eager", "sdpa", "triton", "tilelang"):
             assert r["status"] == "ok"
             assert r["pass"] in HOST_PASSES or float(r["peak_gib"]) > 0
+            assert (r["late_share"] == "") == (r["pass"] in ("host forward", "host both"))
     kernels.remove("flex")  # which compiles for every shape
     chunks = [*flags, *out, "--overwrite", "--queries", "1,70", "--kernels", ",".join(kernels)]
     assert bench.main(["attention", *chunks]) == 0

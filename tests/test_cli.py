@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from command import run_train, tiny_args
 
+from minitx.cli import make_parser, parse_config
+from minitx.config import TrainConfig
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -87,9 +90,6 @@ def test_a_text_shorter_than_the_context(length, trains, tmp_path, capsys):
 
 
 def test_flags_win_over_the_file(tmp_path):
-    from minitx.cli import parse_config
-    from minitx.config import TrainConfig
-
     path = tmp_path / "some.yaml"
     path.write_text("kernel: eager\nmodel:\n  n_layer: 3\n  n_head: 4\n")
     args = ["--config", str(path), "--model.n_layer", "5", "--compile", "--seed", "7"]
@@ -125,6 +125,15 @@ def test_help_explains_every_flag():
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
     assert "Tokens a step, over all micro-batches. (type: int," in " ".join(result.stdout.split())
+
+
+def test_help_keeps_the_lines_of_commands_and_fills_the_others():
+    description = "One line\nand another.\n\n    a command\n    another  # as it stands\n\nThe end."
+    told = make_parser(TrainConfig, "x", description).format_help().partition("One")[2]
+    assert told.startswith(
+        " line and another.\n\n    a command\n    another  # as it stands\n\nThe end.\n\noptions:"
+    )
+    assert "options:" in make_parser(TrainConfig, "x", "").format_help()
 
 
 def test_importing_minitx_imports_no_compiler():
