@@ -13,7 +13,8 @@ from minitx import metrics, plots
 from minitx.batches import release_pages
 from minitx.config import TrainConfig
 from minitx.data import TokenData
-from minitx.model import GPT, GPTConfig, flops_per_token, num_params
+from minitx.mfu import flops_per_token, mfu
+from minitx.model import GPT, GPTConfig, num_params
 
 ENTROPY_SLICE = 1 << 24  # tokens counted at a time: the file may be larger than memory
 
@@ -28,16 +29,6 @@ def unigram_entropy(data: TokenData) -> float:
         release_pages(data.train)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
-
-
-def mfu(
-    device: torch.device, model: GPTConfig, seq_len: int, tok_per_s: float | None
-) -> float | None:
-    """Share of the device's bfloat16 peak that the model's own FLOPs take; None if unknown."""
-    peak = metrics.peak_flops(device)
-    if peak is None or tok_per_s is None:
-        return None
-    return tok_per_s * flops_per_token(model, seq_len) / peak
 
 
 def finish(
