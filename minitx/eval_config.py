@@ -48,7 +48,8 @@ class EvalConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU (float16 before compute
+    capability 8.0), float32 on a CPU."""
     out_dir: str | None = None
     """Folder of eval.json and eval.png; by default eval/ in the run's folder."""
     overwrite: bool = False

@@ -60,7 +60,8 @@ class GenerateConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Of weights and cache. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Of weights and cache. auto: bfloat16 on a GPU (float16 before compute capability 8.0),
+    float32 on a CPU."""
     use_cache: bool = True
     """Keep keys and values of what was read; false reads everything again for each token."""
 

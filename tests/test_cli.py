@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from command import run_train, tiny_args
 
+from minitx import cli
+from minitx.evaluation import EXIT_INTERRUPTED, EXIT_NOT_CAUSAL
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -120,11 +123,32 @@ def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"sdpa", "sdpa-2"}
 
 
+def help_of(*command: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *command, "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def test_help_explains_every_flag():
-    command = [sys.executable, str(ROOT / "train.py"), "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0
-    assert "Tokens a step, over all micro-batches. (type: int," in " ".join(result.stdout.split())
+    text = " ".join(help_of(str(ROOT / "train.py")).split())
+    assert "Tokens a step, over all micro-batches. (type: int," in text
+
+
+def test_help_explains_every_exit_code():
+    trained = help_of(str(ROOT / "train.py")).split("options:")[0]
+    for code in (cli.EXIT_OUT_OF_MEMORY, 2, 3, cli.EXIT_NON_FINITE, cli.EXIT_NOT_WRITTEN):
+        assert f"{code} " in trained
+    evaluated = help_of(str(ROOT / "eval.py")).split("options:")[0]
+    for code in (cli.EXIT_OUT_OF_MEMORY, 2, 3, EXIT_NOT_CAUSAL, EXIT_INTERRUPTED):
+        assert f"{code} " in evaluated
+    assert "exit codes: 0 done; 2 a mistake" in help_of("-m", "minitx.bench")
+
+
+def test_commands_in_help_keep_their_lines():
+    text = help_of("-m", "minitx.bench", "attention")
+    assert "\n    python -m minitx.bench attention --quick\n" in text
 
 
 def test_importing_minitx_imports_no_compiler():

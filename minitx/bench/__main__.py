@@ -23,6 +23,9 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         for name, description in COMMANDS.items():
             print(f"  {name:10} {description}")
+        print(
+            "exit codes: 0 done; 2 a mistake in the flags; 3 a kernel of minitx failed or was wrong"
+        )
         return 0
     if not argv or argv[0] not in COMMANDS:
         found = f"unknown command '{argv[0]}'" if argv else "no command"
