@@ -24,7 +24,7 @@ from minitx.evaluation import evaluate
 
 DESCRIPTION = """Perplexity of a trained model by context length. Exit codes: 0 done; 1 out of
 memory at every length; 2 a mistake in the settings; 3 no parity; 4 a later token moves an earlier
-loss; 130 stopped by a signal, with what was finished written."""
+loss; 6 the disk is full or fails; 130 stopped by a signal, with what was finished written."""
 
 if __name__ == "__main__":
     sys.exit(

@@ -13,6 +13,7 @@ import yaml
 from minitx.data import DataConfig
 from minitx.model import GPTConfig
 from minitx.recompute import Recompute
+from minitx.run_files import write_whole
 
 
 @dataclass
@@ -233,7 +234,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def save_yaml(config: Any, path: Path) -> None:
-    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple]:

@@ -65,12 +65,15 @@ class EvalConfig:
         if isinstance(given, str):
             given = [part.strip() for part in given.strip("[] ").split(",")]
         try:
-            return [int(part) for part in (given if isinstance(given, list) else [given])]
-        except ValueError as error:
+            found = [int(part) for part in (given if isinstance(given, list) else [given])]
+        except ValueError:
+            found = []
+        if not found:
             raise ValueError(
                 f"--context_lengths {self.context_lengths} must be whole numbers with commas "
                 "between them, as 1024,4096"
-            ) from error
+            )
+        return found
 
     def stride_of(self, length: int) -> int:
         """--stride, or half of the context. Raises ValueError where that does not fit it."""

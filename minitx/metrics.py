@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minitx.run_files import read_whole, write_whole
 from minitx.versions import package_version
 
 GIB = 2**30
@@ -219,10 +220,7 @@ def _git(*arguments: str) -> str | None:
 
 def record_environment(path: Path, device: torch.device, step: int, config: dict) -> None:
     """Adds to environment.json, a list: one entry for every start of a run, with its config."""
-    try:
-        entries = json.loads(path.read_bytes()) if path.is_file() else []
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is no JSON; move it away") from error
+    entries = read_whole(path, list, [])
     entries.append(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -234,10 +232,3 @@ def record_environment(path: Path, device: torch.device, step: int, config: dict
         }
     )
     write_whole(path, json.dumps(entries, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file of a run beside its place and renames it: a kill leaves the old one."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)

@@ -4,7 +4,6 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from minitx.config import TrainConfig
 from minitx.data import TokenData
 from minitx.mfu import flops_per_token, mfu
 from minitx.model import GPT, GPTConfig, num_params
+from minitx.run_files import read_whole, write_whole
 
 ENTROPY_SLICE = 1 << 24  # tokens counted at a time: the file may be larger than memory
 
@@ -50,7 +50,7 @@ def finish(
     # The first stretch holds compilation and warm-up, unless it is the only one.
     typical_ms = statistics.median(r["ms_per_step"] for r in train[1:] or train)
     tok_per_s = config.batch.tokens / typical_ms * 1e3
-    parity = _read_json(out_dir / "parity.json")
+    parity = read_whole(out_dir / "parity.json", dict, {})
     with torch.device("meta"):
         parameters = num_params(GPT(model))
     report = {
@@ -76,7 +76,7 @@ def finish(
         "speedup": parity.get("speedup"),
         "environment": metrics.environment(device),
     }
-    metrics.write_whole(out_dir / "report.json", json.dumps(report, indent=2) + "\n")
+    write_whole(out_dir / "report.json", json.dumps(report, indent=2) + "\n")
     if config.log.plots:
         plots.plot_losses({config.kernel: out_dir / "metrics.jsonl"}, out_dir / "loss.png", entropy)
     loss = "no validation text"
@@ -93,7 +93,3 @@ def bits_per_byte(nats: float, data: TokenData) -> float | None:
     if not data.val_bytes or not math.isfinite(nats):
         return None
     return nats / math.log(2) * len(data.val) / data.val_bytes
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes()) if path.is_file() else {}

@@ -325,9 +325,11 @@ class Run:
         """Saves the state before the step, beside the checkpoints that are there, and the step's
         batch; returns the line that says so."""
         assert self.trainer is not None
-        if not all(bool(p.isfinite().all()) for p in self.trainer.model.parameters()):
-            return f"{error}; the weights themselves are not finite; {self.how_to_go_on()}"
         step = error.before["step"]
+        if not all(bool(p.isfinite().all()) for p in self.trainer.model.parameters()):
+            if step == self.saved_at and step > 0:  # which were read from there
+                return f"{error}; those of its checkpoint are not finite: go on from an earlier one"
+            return f"{error}; the weights themselves are not finite; {self.how_to_go_on()}"
         checkpoint = None  # the initial weights
         if step == self.saved_at and step > 0:
             checkpoint = find_checkpoint(self.out_dir)

@@ -115,6 +115,20 @@ def test_a_run_is_never_overwritten_unasked(tmp_path, capsys):
     assert run_train([*args, "--overwrite"]) == 0
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "else")
+    for name, message in (
+        ("file", "is a file; expected a folder"),
+        ("file/below", "cannot be made: Not a directory; choose one that can be written"),
+        ("link", "cannot be made: File exists"),
+        ("x" * 300, "cannot be made: File name too long"),
+    ):
+        assert run_train(tiny_args(tmp_path, out=name, compare="none")) == 2
+        assert f"error: --out_dir {tmp_path / name} {message}" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = tiny_args(tmp_path, compare="none", max_steps=1, out_dir=None)
