@@ -6,7 +6,6 @@ A user's mistake is one line on stderr and exit code 2, never a stack trace; MIN
 the trace too.
 """
 
-import argparse
 import dataclasses
 import errno
 import itertools
@@ -18,12 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from jsonargparse import (
-    ArgumentError,
-    ArgumentParser,
-    DefaultHelpFormatter,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from minitx.kernels import KernelUnavailableError
 
@@ -53,14 +47,8 @@ class RunStopped(RuntimeError):
         self.exit_code = exit_code
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Prints a description as it is written: commands in it keep their lines."""
-
-
 def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=prog, description=description, exit_on_error=False, formatter_class=HelpFormatter
-    )
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
     if "config" not in _setting_names(config_class):
         parser.add_argument(
             "--config", action="config", help="YAML file with any of the settings below"
