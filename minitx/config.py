@@ -140,7 +140,7 @@ class TrainConfig:
 
     @property
     def seq_len(self) -> int:
-        return self.batch.seq_len or self.model.max_seq_len
+        return self.model.max_seq_len if self.batch.seq_len is None else self.batch.seq_len
 
     @property
     def micro_batch(self) -> int:
@@ -214,6 +214,11 @@ class TrainConfig:
                 f"--batch.micro {self.batch.micro} does not divide the {sequences} sequences of a "
                 f"step ({self.batch.tokens} tokens of context {self.seq_len})"
             )
+        if self.optim.schedule != "constant" and self.optim.min_lr > self.optim.lr:
+            raise ValueError(
+                f"--optim.min_lr {self.optim.min_lr} is above --optim.lr {self.optim.lr}, which "
+                "decays to it; give a lower one, or --optim.schedule constant"
+            )
         if not 0.0 <= self.optim.decay_fraction <= 1.0:
             raise ValueError(
                 f"--optim.decay_fraction must be in [0, 1], got {self.optim.decay_fraction}"
@@ -226,6 +231,13 @@ def refuse_empty(paths: dict[str, str | None]) -> None:
     for flag, path in paths.items():
         if path == "":
             raise ValueError(f"{flag} is empty; give a path, or leave it out")
+
+
+def refuse_nothing(amounts: dict[str, float | None]) -> None:
+    """Raises ValueError for an amount by flag of which nothing, or less, is asked."""
+    for flag, amount in amounts.items():
+        if amount is not None and amount <= 0:
+            raise ValueError(f"{flag} must be above 0, got {amount:g}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ is the same as a function that yields token ids.
 
 import codecs
 import io
+import itertools
 import math
 import os
 import signal
@@ -243,8 +244,11 @@ def generate_text(config: GenerateConfig) -> int:
     written: list[int] = []
 
     def pieces() -> Iterator[bytes]:
+        first = next(
+            new
+        )  # ahead of the text: what the first call has to say, it says on a terminal
         yield prompt
-        for token in new:
+        for token in itertools.chain([first], new):
             written.append(token)
             yield tokenizer.decode([token])
 

@@ -80,7 +80,7 @@ class GPTConfig:
     """Share of embedding and residual activations dropped in training; off in evaluation."""
 
     def __post_init__(self) -> None:
-        optional = ("n_kv_head", "head_dim", "mlp_hidden", "rope_trained_len")
+        optional = ("n_kv_head", "head_dim", "mlp_hidden", "rope_trained_len", "vocab_size")
         for name in ("n_layer", "n_head", "n_embd", "max_seq_len", *optional):
             value = getattr(self, name)
             if value is not None and value < 1:
