@@ -182,6 +182,15 @@ class Run:
                 raise
             print(f"stopped in the middle of step {trainer.step_number + 1}; {self.how_to_go_on()}")
             return 0
+        except OSError as error:
+            # Of its own files RunStopped would have said so: it is what it prints that nobody can
+            # take, as where the other end of a pipe is gone.
+            if self.saved_at != trainer.step_number:
+                self.save()
+            raise RunStopped(
+                f"its lines cannot be printed: {error.strerror or error}; {self.how_to_go_on()}",
+                EXIT_NOT_WRITTEN,
+            ) from error
         finally:
             for log in self.logs:
                 log.close()

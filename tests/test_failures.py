@@ -11,6 +11,7 @@ import pytest
 import torch
 from command import run_train, tiny_args
 from safetensors import safe_open
+from tqdm import tqdm
 
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.kernels import api
@@ -262,6 +263,29 @@ def test_metrics_that_cannot_be_written_save_the_run_first(tmp_path, monkeypatch
     assert f"{run / 'metrics.jsonl'} could not be written: No space left on device" in line
     assert f"go on with: python train.py --resume {run}" in line
     assert load_state(find_checkpoint(run))["step"] == 3
+
+
+def test_lines_that_nobody_takes_cost_no_step(tmp_path, monkeypatch, capsys):
+    written = []
+
+    def write(bar, line):
+        written.append(line)
+        if len(written) > 2:  # the header, and a step's line
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(tqdm, "write", write)
+    args = tiny_args(tmp_path, compare="none", log__interval=2, log__eval_interval=0)
+    line = stopped_line(capsys, 6, run_train(args))
+    run = tmp_path / "run"
+    assert "its lines cannot be printed: Broken pipe; go on with: python train.py" in line
+    assert load_state(find_checkpoint(run))["step"] == 4
+    monkeypatch.undo()
+    assert run_train([*args, f"--resume={run}"]) == 0
+    assert [r["step"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"] == [
+        2,
+        4,
+        6,
+    ]
 
 
 @pytest.mark.parametrize(
