@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from command import run_train, tiny_args
 
-from minitx import cli
-from minitx.evaluation import EXIT_INTERRUPTED, EXIT_NOT_CAUSAL
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -140,37 +137,11 @@ def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"sdpa", "sdpa-2"}
 
 
-def help_of(*command: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *command, "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_help_explains_every_flag():
-    text = " ".join(help_of(str(ROOT / "train.py")).split())
-    assert "Tokens a step, over all micro-batches. (type: int," in text
-
-
-def test_help_explains_every_exit_code():
-    def described(script: str) -> str:
-        return " ".join(help_of(str(ROOT / script)).partition("options:")[0].split())
-
-    trained = described("train.py")
-    for code in (cli.EXIT_OUT_OF_MEMORY, 2, 3, cli.EXIT_NON_FINITE, cli.EXIT_NOT_WRITTEN):
-        assert f"{code} " in trained
-    evaluated = described("eval.py")
-    for code in (
-        cli.EXIT_OUT_OF_MEMORY,
-        2,
-        3,
-        EXIT_NOT_CAUSAL,
-        cli.EXIT_NOT_WRITTEN,
-        EXIT_INTERRUPTED,
-    ):
-        assert f"{code} " in evaluated
-    assert "exit codes: 0 done; 2 a mistake" in help_of("-m", "minitx.bench")
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert "Tokens a step, over all micro-batches. (type: int," in " ".join(result.stdout.split())
 
 
 def test_importing_minitx_imports_no_compiler():
