@@ -140,6 +140,8 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, where):
         (["--kernels", "fast"], "--kernels: unknown 'fast'; expected any of torch"),
         (["--dtypes", "int8"], "--dtypes: unknown 'int8'"),
         (["--widths", "0"], "must be 1 or more"),
+        (["--elements", "0"], "must be 1 or more"),
+        (["--budget_ms", "0"], "--budget_ms must be above 0, got 0"),
         (["--device", "tpu"], "--device: unknown 'tpu'; expected cuda or cpu"),
         (["--kernle", "torch"], "unrecognized arguments: --kernle"),
     ],

@@ -36,6 +36,9 @@ ROOT = Path(__file__).parent.parent
         (["--max_steps=0"], "--max_steps must be at least 1, got 0"),
         (["--optim.lr=-1"], "--optim.lr must not be negative"),
         (["--optim.eps=-1"], "--optim.eps must not be negative"),
+        (["--optim.lr=1e-5"], "--optim.min_lr 6e-05 is above --optim.lr 1e-05, which decays to it"),
+        (["--batch.seq_len=0"], "--batch.seq_len must be at least 1, got 0"),
+        (["--model.vocab_size=0"], "vocab_size must be at least 1, got 0"),
         (["--resume="], "--resume is empty; give a path, or leave it out"),
         (["--data.source="], "--data.source is empty; give a path"),
         (["--optim.beta1=2"], "--optim.beta1 must be at least 0 and below 1, got 2.0"),
@@ -110,6 +113,20 @@ def test_a_run_is_never_overwritten_unasked(tmp_path, capsys):
     assert precious.read_text() == "mine"
     precious.rename(tmp_path / "run" / "config.yaml")
     assert run_train([*args, "--overwrite"]) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "else")
+    for name, message in (
+        ("file", "is a file; expected a folder"),
+        ("file/below", "cannot be made: Not a directory; choose one that can be written"),
+        ("link", "cannot be made: File exists"),
+        ("x" * 300, "cannot be made: File name too long"),
+    ):
+        assert run_train(tiny_args(tmp_path, out=name, compare="none")) == 2
+        assert f"error: --out_dir {tmp_path / name} {message}" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):

@@ -57,6 +57,8 @@ from minitx.bench.attention_variants import (
 )
 from minitx.bench.processes import WorkerDied, exit_on_sigterm, run_worker
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
+from minitx.config import refuse_nothing
+from minitx.kernels.checks import MAX_HEAD_DIM
 
 # By device. On a CPU Triton is interpreted: shapes that show that it works.
 SEQ_LENS = {"cuda": [512 * 2**i for i in range(8)], "cpu": [16, 50]}  # 512 to 65,536
@@ -173,6 +175,8 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
     for flag, number in numbers.items():
         if number < 1:
             raise ValueError(f"{flag} must be 1 or more, got {number}")
+    if max(head_dims) > MAX_HEAD_DIM:
+        raise ValueError(f"--head_dims must be {MAX_HEAD_DIM} or less, got {max(head_dims)}")
     cases = []
     for head_dim in head_dims:
         q_heads = config.heads or max(WIDTH[device] // head_dim, 1)
@@ -271,6 +275,7 @@ def run(config: AttentionBenchConfig) -> int:
             print(f"\nwrote {config.plot.with_suffix('.png')}")
         return 0
     device = common.check_device(config.device)
+    refuse_nothing({"--budget_ms": config.budget_ms, "--timeout_s": config.timeout_s})
     cases = make_cases(config, device)
     kernels = choose_kernels(config, device, cases)
     csv_path, png_path = config.out_dir / "attention.csv", config.out_dir / "attention.png"

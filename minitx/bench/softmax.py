@@ -33,6 +33,7 @@ from tqdm import tqdm
 from minitx.bench import _common as common
 from minitx.bench import softmax_report, timing
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
+from minitx.config import refuse_nothing
 from minitx.kernels import SOFTMAX_KERNELS, softmax, softmax_reference, supports_softmax
 from minitx.kernels.reference import causal_mask
 from minitx.metrics import is_out_of_memory
@@ -280,12 +281,13 @@ def _row(kernel: str, case: Case, direction: str, status: str, **measured) -> co
 
 def run(config: SoftmaxBenchConfig) -> int:
     device = common.check_device(config.device)
+    refuse_nothing({"--budget_ms": config.budget_ms})
     kernels = _kernels(config, device)
     for dtype in config.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"--dtypes: unknown '{dtype}'; expected any of {', '.join(DTYPES)}")
     widths = config.widths or WIDTHS[device]
-    elements = config.elements or ELEMENTS[device]
+    elements = ELEMENTS[device] if config.elements is None else config.elements
     if min([*widths, elements]) < 1:
         raise ValueError("--widths and --elements must be 1 or more")
     csv_path, png_path = config.out_dir / "softmax.csv", config.out_dir / "softmax.png"
