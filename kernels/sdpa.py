@@ -18,6 +18,9 @@ from minitx.kernels.reference import causal_mask
 # cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9);
 # flash gives each an axis of its own.
 MAX_HEADS = 65535
+# PyTorch's CPU kernel finds the largest of fewer scores than a vector holds (16 at most) with a
+# maximum that drops NaN: a row of NaN alone came out 0 (torch 2.13).
+MIN_CPU_KEYS = 16
 MIN_SCALE = 2.0**-126  # below it float32 is not normal, and may be taken for 0
 
 
@@ -77,6 +80,9 @@ def sdpa_attention(
     if q.shape[0] * q.shape[1] > MAX_HEADS and q.is_cuda:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _with_aligned_gradient(call(q, k, v))
+    if not q.is_cuda and Skv < MIN_CPU_KEYS:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call(q, k, v)
     return _with_aligned_gradient(call(q, k, v))
 
 

@@ -228,6 +228,17 @@ def test_nan_stays_in_its_own_row(kernel, has_lse, device):
         assert lse[:, :, others].isfinite().all()
 
 
+@pytest.mark.contract("NaN, inf and huge logits")
+@pytest.mark.parametrize("Skv", [1, 2, 7, 15, 16])
+def test_nan_shows_in_the_shortest_rows_too(kernel, device, Skv):
+    """Whose maximum a kernel may find in another way than a whole vector's."""
+    q, k, v = make_qkv(1, 2, 2, Skv, Skv, 16, device=device)
+    q[:, 1] = NAN
+    out = attention(q, k, v, kernel=kernel)
+    assert out[:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+
+
 @pytest.mark.contract("NaN, inf and huge logits", "causal, aligned bottom-right")
 def test_a_nan_key_reaches_only_the_queries_that_see_it(kernel, device):
     q, k, v = make_qkv(1, 1, 1, 40, 40, 16, device=device)
