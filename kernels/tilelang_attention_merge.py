@@ -41,15 +41,17 @@ class Sharing(NamedTuple):
 
     max_queries: int
     min_keys: int  # of a share: below, what a block begins and ends with costs more than it gains
+    keys_a_query: int  # of a share, at least: a part is written and read, as large as its queries
     max_shares: int  # for a tile of queries; for more tiles in all
 
 
-# Parts of a single query are nothing to its keys, and with few heads it takes many. Of a full tile
-# of queries a part is as large as 128 keys and values, and is written and read.
-SHARINGS = (Sharing(1, 512, 128), Sharing(64, 512, 32), Sharing(1024, 2048, 8))
-# In a share, at least. Where there are heads enough sharing gains nothing, and costs what parts are
-# to keys: of 128 queries by 2,048 keys some 12 %, in batches of 8 (benchmarks/NOTES.md).
-KEYS_A_QUERY = 16
+# A single query's part is nothing to its keys. Where there are heads enough, as in batches of 8,
+# sharing gains nothing and costs what parts are to keys: 12 % for 256 queries at 16,384 keys. With
+# one batch it gains most of the time there (both measured: benchmarks/NOTES.md). Few queries wait
+# for their keys, and keep the memory busy with half of the shares.
+SHARINGS = (Sharing(1, 512, 0, 128), Sharing(64, 512, 32, 32), Sharing(512, 2048, 16, 8))
+# Of fewer keys one block is done before the host has launched twice.
+FEWEST_KEYS = 4096
 FEW_TILE = 64  # queries, for which the forward has tiles of their own
 CHUNK_TILE = 128  # queries
 
@@ -71,8 +73,8 @@ def count_shares(Sq: int, Skv: int, BLOCK_N: int) -> int:
     sharing = next((s for s in SHARINGS if s.max_queries >= Sq), None)
     if sharing is None:
         return 1
-    min_keys = max(sharing.min_keys, KEYS_A_QUERY * Sq)
-    if Skv < 2 * min_keys:
+    min_keys = max(sharing.min_keys, sharing.keys_a_query * Sq)
+    if Skv < max(2 * min_keys, FEWEST_KEYS):
         return 1
     tiles, most = -(-Skv // BLOCK_N), max(sharing.max_shares // -(-Sq // CHUNK_TILE), 1)
     share = max(-(-min_keys // BLOCK_N), -(-tiles // most))
