@@ -1,5 +1,5 @@
 # `make train` and `make test` set themselves up: a virtual environment in .venv, minitx and what it
-# needs. TORCH pins PyTorch, e.g. make test TORCH=torch==2.13.0.
+# needs. TORCH pins PyTorch, or says where it is from, as pip takes it: TORCH=torch==2.13.0.
 PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
@@ -10,7 +10,7 @@ ARGS ?=
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 

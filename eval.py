@@ -9,7 +9,7 @@
 
 Writes eval.json and eval.png to eval/ in the run's folder, or to --out_dir. Exit code 3: the kernel
 does not give what --compare gives, within its error budget; 4: a later token moves an earlier loss.
-`--help` explains every setting.
+`--help` explains every setting and exit code.
 """
 
 import signal
@@ -22,12 +22,16 @@ from minitx.cli import run_cli
 from minitx.eval_config import EvalConfig
 from minitx.evaluation import evaluate
 
+DESCRIPTION = """Perplexity of a trained model by context length. Exit codes: 0 done; 1 out of
+memory at every length; 2 a mistake in the settings; 3 no parity; 4 a later token moves an earlier
+loss; 6 the disk is full or fails; 130 stopped by a signal, with what was finished written."""
+
 if __name__ == "__main__":
     sys.exit(
         run_cli(
             evaluate,
             EvalConfig,
             prog="eval.py",
-            description="Perplexity of a trained model by context length.",
+            description=DESCRIPTION,
         )
     )

@@ -150,7 +150,7 @@ def _fastest(
         if choices is not None:
             return getattr(_last(_last(choices, Sq).choices, Skv), f"forward{lse}"), why
     if is_causal and 1 < Sq < Skv:
-        return "triton", "sdpa would make a mask of Sq x Skv"
+        return "triton", "sdpa may make a mask of Sq x Skv"
     choices, why = _choices(TABLES, q, k)
     if choices is None:
         return default, why

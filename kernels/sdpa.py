@@ -1,19 +1,26 @@
 """Attention by torch.nn.functional.scaled_dot_product_attention, under this project's causal rule.
 
 PyTorch picks the backend (cuDNN, flash, memory-efficient, math). Its `is_causal` is aligned
-top-left, so it is used only where top-left and bottom-right agree.
+top-left, so it is used only where top-left and bottom-right agree. Where they do not, its flash
+kernel is asked itself, which means bottom-right by the word; whatever flash does not take is given
+a mask.
 """
 
 import functools
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.kernels.reference import causal_mask
 
-# cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9).
-MAX_CUDNN_HEADS = 65535
+# cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9);
+# flash gives each an axis of its own.
+MAX_HEADS = 65535
+# PyTorch's CPU kernel finds the largest of fewer scores than a vector holds (16 at most) with a
+# maximum that drops NaN: a row of NaN alone came out 0 (torch 2.13).
+MIN_CPU_KEYS = 16
 MIN_SCALE = 2.0**-126  # below it float32 is not normal, and may be taken for 0
 
 
@@ -22,10 +29,13 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """out [B, Hq, Sq, D] in q's dtype. Shapes as in `attention`.
 
-    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made. With a scale that is
-    not positive q is copied, and so are, on a GPU, inputs whose rows do not start at multiples of
-    16 bytes. On a GPU tensors of 2^31 elements and more are taken in parts, and out is copied
-    together from theirs.
+    With 1 < Sq < Skv and `is_causal` a boolean mask of Sq * Skv bytes is made, of which PyTorch
+    may make one in q's dtype, but for what flash takes: 16 bits on a GPU of NVIDIA's, not compiled
+    and not within torch.func, where `sdpa_kernel` has not switched flash off. PyTorch adds such a
+    mask to the scores: a masked one that is NaN stays NaN. With a scale that is not positive q is
+    copied, and so are, on a GPU, inputs whose rows do not start at multiples of 16 bytes; a head
+    dim that is not a multiple of 8 is padded. On a GPU tensors of 2^31 elements and more are taken
+    in parts, and out is copied together from theirs.
     """
     Sq, Skv = q.shape[2], k.shape[2]
     if q.numel() == 0 or Skv == 0:  # zeros, with gradients of 0 for q and empty ones for k and v
@@ -52,7 +62,11 @@ def sdpa_attention(
                 for part in zip(*parts, strict=True)
             ]
             return torch.cat(outs, dim)
-    mask = causal_mask(Sq, Skv, q.device) if is_causal and 1 < Sq < Skv else None
+    mask = None
+    if is_causal and 1 < Sq < Skv:
+        if _flash_takes(q, k, v):
+            return _with_aligned_gradient(_flash_bottom_right(q, k, v, scale))
+        mask = causal_mask(Sq, Skv, q.device)
     # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.
     is_square_causal = True if is_causal and Sq == Skv else False  # noqa: SIM210
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
@@ -63,16 +77,55 @@ def sdpa_attention(
         scale=scale,
         enable_gqa=is_grouped,
     )
-    if q.shape[0] * q.shape[1] > MAX_CUDNN_HEADS and q.is_cuda:
+    if q.shape[0] * q.shape[1] > MAX_HEADS and q.is_cuda:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _with_aligned_gradient(call(q, k, v))
+    if not q.is_cuda and Skv < MIN_CPU_KEYS:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call(q, k, v)
     return _with_aligned_gradient(call(q, k, v))
+
+
+def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether PyTorch's flash kernel can be asked for these inputs.
+
+    Dynamo does not trace the question but after the import of `torch.nn.attention.bias`, which
+    takes 2 s and imports triton. Within torch.func wrappers stand for what a kernel would get, of
+    which neither the addresses nor the number of heads is known. On AMD's GPUs the op is another
+    library's kernel, whose causal rule need not be FlashAttention's.
+    """
+    if not q.is_cuda or torch.version.hip is not None or not _is_eager():
+        return False
+    if q.shape[0] * q.shape[1] > MAX_HEADS:
+        return False
+    is_grouped = q.shape[1] != k.shape[1]
+    return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, is_grouped))
+
+
+def _flash_bottom_right(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """out [B, Hq, Sq, D] under the bottom-right causal rule.
+
+    What PyTorch's `causal_lower_right` comes to where flash can run, without its module's import.
+    The op's `is_causal` is FlashAttention's own, aligned bottom-right since its version 2.1;
+    scaled_dot_product_attention, whose own is not, passes it on for squares alone.
+    """
+    D = q.shape[3]
+    if D % 8:  # which the op, unlike that function, leaves to its caller
+        q, k, v = (F.pad(t, (0, 8 - D % 8)) for t in (q, k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out = flash(q, k, v, is_causal=True, scale=scale)[0]
+    return out[..., :D] if D % 8 else out
+
+
+def _is_eager() -> bool:
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _with_aligned_gradient(out: torch.Tensor) -> torch.Tensor:
     """out, whose gradient is handed on aligned: it may come with any strides, from any address."""
-    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    if out.is_cuda and out.requires_grad and eager:
+    if out.is_cuda and out.requires_grad and _is_eager():
         out.register_hook(_aligned)
     return out
 

@@ -4,14 +4,15 @@ TileLang's key to its cache is made of what a builder gives: to look there takes
 run of the builder, seconds of a process's start. So a note is kept beside that cache, under all
 that a builder's result depends on: this package's source and what its modules hold now, the
 builder's key, the target, and TileLang's version and environment variables. A note says which file
-holds the kernel, and its hash. Where there is none, or it does not hold, TileLang is asked.
+holds the kernel, and its hash. Where there is none, or it does not hold, TileLang is asked; of one
+that does not hold a warning says why, as to ask takes those seconds at each start.
 """
 
-import contextlib
 import ctypes
 import functools
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger("minitx")
 
 FOLDER = Path(__file__).parent
 # Those of TileLang's environment variables that a kernel does not depend on.
@@ -45,29 +48,34 @@ class FoundKernel:
 
 def find(build: Callable[..., Any], target: Any, key: dict[str, Any]) -> FoundKernel | None:
     """The kernel that `note` was told of; None where it must be asked of TileLang."""
+    path = _note_path(build, target, key)
+    if path is None:
+        return None
     try:
-        path = _note_path(build, target, key)
-        if path is None:
-            return None
-        noted = json.loads(path.read_text(encoding="utf-8"))
-        folder = _cache() / noted["folder"]
-        if _hash(folder / "executable.so") == noted["sha256"]:
-            return FoundKernel(folder)
-    # No note, or no such kernel any more; no JSON of ours; no TileLang, or one whose libraries lie
-    # elsewhere. What is wrong with TileLang itself it is to say.
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError):
-        pass
-    return None
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return _pass_over(path, path, error)
+    try:
+        folder = _noted_folder(text)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _pass_over(path, path, error)
+    try:
+        return FoundKernel(folder)
+    # Libraries that do not load, as they lie elsewhere in another TileLang: so for every kernel.
+    except (OSError, ImportError, AttributeError, RuntimeError) as error:
+        return _pass_over(_cache(), folder, error)
 
 
 def note(build: Callable[..., Any], target: Any, key: dict[str, Any], compiled: Any) -> None:
     """Remembers where TileLang keeps what it compiled (a JITKernel), if it does."""
     folder = getattr(compiled, "_tilelang_cache_path", None)
-    with contextlib.suppress(OSError, ValueError, ImportError):  # the next process asks TileLang
-        path = _note_path(build, target, key)
-        # A builder is read when it is imported and, by TileLang, when it is run.
-        if path is None or folder is None or _hash_source() != SOURCE:
-            return
+    path = _note_path(build, target, key)
+    # A builder is read when it is imported and, by TileLang, when it is run.
+    if path is None or folder is None or _hash_source() != SOURCE:
+        return
+    try:
         noted = {
             "folder": str(Path(folder).relative_to(_cache())),
             "sha256": _hash(Path(folder) / "executable.so"),
@@ -76,6 +84,33 @@ def note(build: Callable[..., Any], target: Any, key: dict[str, Any], compiled: 
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(noted), encoding="utf-8")
         partial.replace(path)
+    except (OSError, ValueError) as error:
+        _warn_once(path.parent, f"{path.parent}: compiled kernels cannot be noted", error)
+
+
+def _noted_folder(text: str) -> Path:
+    """Where the kernel lies that a note tells of; an error says why it cannot be followed."""
+    noted = json.loads(text)
+    folder = _cache() / noted["folder"]
+    if _hash(folder / "executable.so") != noted["sha256"]:
+        raise ValueError(f"{folder / 'executable.so'} is not the file that was noted")
+    return folder
+
+
+def _pass_over(subject: Path, path: Path, error: Exception) -> None:
+    _warn_once(subject, f"{path}: a compiled kernel is passed over", error)
+
+
+def _warn_once(subject: Path, what: str, error: Exception) -> None:
+    """Once a process for each subject: a note is looked for again when its kernel is compiled."""
+    if subject not in _warned:
+        _warned.add(subject)
+        reason = (str(error) or "no reason given").splitlines()[0]
+        why = f"{type(error).__name__}: {reason}"
+        logger.warning("%s (%s); TileLang is asked, which takes seconds at a start", what, why)
+
+
+_warned: set[Path] = set()
 
 
 def _cache() -> Path:
@@ -84,7 +119,7 @@ def _cache() -> Path:
 
 
 def _note_path(build: Callable[..., Any], target: Any, key: dict[str, Any]) -> Path | None:
-    """None for what is no builder of this package: its source is not known."""
+    """None for what is no builder of this package, as its source is not known."""
     if target.kind != "cuda" or not build.__module__.startswith(f"{__package__}.") or not SOURCE:
         return None
     variables = [
@@ -92,11 +127,15 @@ def _note_path(build: Callable[..., Any], target: Any, key: dict[str, Any]) -> P
         for item in sorted(os.environ.items())
         if item[0].startswith("TILELANG_") and item[0] not in NEUTRAL_VARIABLES
     ]
+    try:
+        installed = (version("tilelang"), version("apache-tvm-ffi"), _library_stamp())
+    except ImportError:  # no TileLang, which whoever asks it is told
+        return None
     known = (
         SOURCE,
         _contents(build.__module__),
         (build.__module__, build.__qualname__, sorted(key.items()), tuple(target)),
-        (version("tilelang"), version("apache-tvm-ffi"), _library_stamp(), variables),
+        (*installed, variables),
     )
     return _cache() / "minitx" / f"{sha256(repr(known).encode()).hexdigest()}.json"
 

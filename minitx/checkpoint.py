@@ -170,7 +170,9 @@ def find_checkpoint(path: Path) -> Path:
         return found[latest]
     if found:
         newest = list(found.values())[-1]
-        reason = "has no 'latest'" if latest is None else f"'latest' leads to {latest}, not there"
+        reason = (
+            "has no 'latest'" if latest is None else f"'latest' leads to {latest}, no checkpoint"
+        )
         logger.warning("%s: %s; taking %s", folder, reason, newest.name)
         return newest
     raise CheckpointError(

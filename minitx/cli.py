@@ -7,6 +7,7 @@ the trace too.
 """
 
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -16,7 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import (
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    set_parsing_settings,
+)
 
 from minitx.kernels import KernelUnavailableError
 
@@ -30,6 +36,7 @@ EXIT_USER_ERROR = 2
 EXIT_PARITY_FAILED = 3
 EXIT_NON_FINITE = 5  # 4 is eval.py's: a later token moves an earlier loss
 EXIT_NOT_WRITTEN = 6
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class UserError(ValueError):
@@ -45,8 +52,22 @@ class RunStopped(RuntimeError):
         self.exit_code = exit_code
 
 
+class _HelpFormatter(DefaultHelpFormatter):
+    """Leaves a description its paragraphs, and what is indented, such as commands, its lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if p.startswith(" ") else fill(p, width, indent) for p in paragraphs)
+
+
 def make_parser(config_class: type, prog: str, description: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        exit_on_error=False,
+        formatter_class=_HelpFormatter,
+    )
     if "config" not in _setting_names(config_class):
         parser.add_argument(
             "--config", action="config", help="YAML file with any of the settings below"
@@ -162,8 +183,8 @@ def run_cli(
     description: str,
     default_config: Callable[[Sequence[str]], Path | None] | None = None,
 ) -> int:
-    """Parses, runs `main(config)` and returns the exit code: main's, 2 after a user's mistake, or
-    what a RunStopped says."""
+    """Parses, runs `main(config)` and returns the exit code: main's, 2 after a user's mistake, 6
+    where the disk is full or fails, or what a RunStopped says."""
     argv = sys.argv[1:] if argv is None else argv
     # What takes time, or runs otherwise than one might think, is said: one plain line each.
     logging.basicConfig(format="%(message)s")
@@ -182,5 +203,9 @@ def run_cli(
     except (ValueError, TypeError, OSError, KernelUnavailableError) as error:
         if os.environ.get("MINITX_DEBUG") == "1":
             raise
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # no mistake in a setting
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"{prog}: stopped: {where}{error.strerror}; see to the disk", file=sys.stderr)
+            return EXIT_NOT_WRITTEN
         print(f"{prog}: error: {_one_line(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR

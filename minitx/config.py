@@ -13,6 +13,7 @@ import yaml
 from minitx.data import DataConfig
 from minitx.model import GPTConfig
 from minitx.recompute import Recompute
+from minitx.run_files import write_whole
 
 
 @dataclass
@@ -139,7 +140,7 @@ class TrainConfig:
 
     @property
     def seq_len(self) -> int:
-        return self.batch.seq_len or self.model.max_seq_len
+        return self.model.max_seq_len if self.batch.seq_len is None else self.batch.seq_len
 
     @property
     def micro_batch(self) -> int:
@@ -213,6 +214,11 @@ class TrainConfig:
                 f"--batch.micro {self.batch.micro} does not divide the {sequences} sequences of a "
                 f"step ({self.batch.tokens} tokens of context {self.seq_len})"
             )
+        if self.optim.schedule != "constant" and self.optim.min_lr > self.optim.lr:
+            raise ValueError(
+                f"--optim.min_lr {self.optim.min_lr} is above --optim.lr {self.optim.lr}, which "
+                "decays to it; give a lower one, or --optim.schedule constant"
+            )
         if not 0.0 <= self.optim.decay_fraction <= 1.0:
             raise ValueError(
                 f"--optim.decay_fraction must be in [0, 1], got {self.optim.decay_fraction}"
@@ -227,13 +233,20 @@ def refuse_empty(paths: dict[str, str | None]) -> None:
             raise ValueError(f"{flag} is empty; give a path, or leave it out")
 
 
+def refuse_nothing(amounts: dict[str, float | None]) -> None:
+    """Raises ValueError for an amount by flag of which nothing, or less, is asked."""
+    for flag, amount in amounts.items():
+        if amount is not None and amount <= 0:
+            raise ValueError(f"{flag} must be above 0, got {amount:g}")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A dataclass as plain dicts, for JSON and YAML."""
     return dataclasses.asdict(config)
 
 
 def save_yaml(config: Any, path: Path) -> None:
-    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple]:

@@ -48,7 +48,8 @@ class EvalConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Autocast dtype; float32 is no autocast. auto: bfloat16 on a GPU (float16 before compute
+    capability 8.0), float32 on a CPU."""
     out_dir: str | None = None
     """Folder of eval.json and eval.png; by default eval/ in the run's folder."""
     overwrite: bool = False
@@ -64,12 +65,15 @@ class EvalConfig:
         if isinstance(given, str):
             given = [part.strip() for part in given.strip("[] ").split(",")]
         try:
-            return [int(part) for part in (given if isinstance(given, list) else [given])]
-        except ValueError as error:
+            found = [int(part) for part in (given if isinstance(given, list) else [given])]
+        except ValueError:
+            found = []
+        if not found:
             raise ValueError(
                 f"--context_lengths {self.context_lengths} must be whole numbers with commas "
                 "between them, as 1024,4096"
-            ) from error
+            )
+        return found
 
     def stride_of(self, length: int) -> int:
         """--stride, or half of the context. Raises ValueError where that does not fit it."""

@@ -33,7 +33,7 @@ class EvalDataConfig:
     max_bytes: int | None = None
     """Read no more of the corpus than so many bytes; as in the run by default, for its source."""
     cache_dir: str | None = None
-    """Where tokens are kept; ~/.cache/minitx by default."""
+    """Where tokens are kept; by default the same places as in training."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.eval_report import model_name
-from minitx.plots import COLOURS, _finish, _pyplot
+from minitx.plots import COLOURS, _finish, _pyplot, save_figure
 
 Report = dict[str, Any]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -80,7 +80,7 @@ def _draw(panels: Sequence[Callable[[Any], None]], title: str, path: Path) -> No
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel(axis)
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     plt.close(figure)
 
 

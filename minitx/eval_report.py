@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from minitx.eval_data import EvalText
-from minitx.metrics import write_whole
 from minitx.model import GPT, num_params
+from minitx.run_files import make_out_dir, write_whole
 
 CONTEXTS_HEADER = (
     "kernel             context    stride      tokens       nll         ppl  bits/B"
@@ -37,7 +37,7 @@ def choose_out_dir(given: str | None, checkpoint: Path, overwrite: bool) -> Path
             raise ValueError(
                 f"{out_dir / name} exists; give --overwrite true, or another --out_dir"
             )
-    out_dir.mkdir(parents=True, exist_ok=True)
+    make_out_dir(out_dir)
     return out_dir
 
 
@@ -120,10 +120,18 @@ def opening_lines(report: dict[str, Any], model: GPT, longest: int) -> list[str]
     )
     if longest >= text["longest_document"]:
         lines.append(
-            f"note: no document fills a context of {longest:,} tokens; a longer text or "
-            "--data.join_documents true would"
+            f"note: no document fills a context of {longest:,} tokens; "
+            f"{_what_would_fill_it(text, report['config'])} would"
         )
     return lines
+
+
+def _what_would_fill_it(text: dict[str, Any], config: dict[str, Any]) -> str:
+    limit = config["max_tokens"]
+    is_cut = limit is not None and text["tokens"] >= limit
+    longer = "a larger --max_tokens" if is_cut else "a longer text"
+    is_joined = config["data"]["join_documents"]
+    return longer if is_joined else f"{longer} or --data.join_documents true"
 
 
 def _figure(value: float) -> str:

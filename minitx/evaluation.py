@@ -4,8 +4,8 @@ Windows are made once for each length and run on both kernels, so that the same 
 What a length gave is in eval.json before the next one begins.
 
 Exit codes: 0; 1 where the kernel ran out of memory at every length; 2 for a user's mistake; 3 where
-the kernel fails parity; 4 where a later token moved an earlier loss, which stops the run; 130 after
-Ctrl-C or SIGTERM, with what was finished printed and written.
+the kernel fails parity; 4 where a later token moved an earlier loss, which stops the run; 6 where
+the disk is full or fails; 130 after Ctrl-C or SIGTERM, with what was finished printed and written.
 """
 
 import gc

@@ -8,6 +8,7 @@ is the same as a function that yields token ids.
 
 import codecs
 import io
+import itertools
 import math
 import os
 import signal
@@ -60,7 +61,8 @@ class GenerateConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Of weights and cache. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Of weights and cache. auto: bfloat16 on a GPU (float16 before compute capability 8.0),
+    float32 on a CPU."""
     use_cache: bool = True
     """Keep keys and values of what was read; false reads everything again for each token."""
 
@@ -242,8 +244,11 @@ def generate_text(config: GenerateConfig) -> int:
     written: list[int] = []
 
     def pieces() -> Iterator[bytes]:
+        first = next(
+            new
+        )  # ahead of the text: what the first call has to say, it says on a terminal
         yield prompt
-        for token in new:
+        for token in itertools.chain([first], new):
             written.append(token)
             yield tokenizer.decode([token])
 

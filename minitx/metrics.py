@@ -1,4 +1,4 @@
-"""Numbers about a run: the metrics file, throughput, model FLOP/s utilisation, where it ran."""
+"""Numbers about a run: the metrics file, throughput, memory, where it ran."""
 
 import errno
 import json
@@ -15,32 +15,10 @@ from typing import Any
 
 import torch
 
+from minitx.run_files import read_whole, write_whole
 from minitx.versions import package_version
 
 GIB = 2**30
-
-# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets, by a part of the name
-# that torch.cuda.get_device_name gives. A device that is not here has no MFU.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that the device could do at best in bfloat16, or None if it is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -242,10 +220,7 @@ def _git(*arguments: str) -> str | None:
 
 def record_environment(path: Path, device: torch.device, step: int, config: dict) -> None:
     """Adds to environment.json, a list: one entry for every start of a run, with its config."""
-    try:
-        entries = json.loads(path.read_bytes()) if path.is_file() else []
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is no JSON; move it away") from error
+    entries = read_whole(path, list, [])
     entries.append(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -257,10 +232,3 @@ def record_environment(path: Path, device: torch.device, step: int, config: dict
         }
     )
     write_whole(path, json.dumps(entries, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file of a run beside its place and renames it: a kill leaves the old one."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)

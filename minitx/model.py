@@ -80,7 +80,7 @@ class GPTConfig:
     """Share of embedding and residual activations dropped in training; off in evaluation."""
 
     def __post_init__(self) -> None:
-        optional = ("n_kv_head", "head_dim", "mlp_hidden", "rope_trained_len")
+        optional = ("n_kv_head", "head_dim", "mlp_hidden", "rope_trained_len", "vocab_size")
         for name in ("n_layer", "n_head", "n_embd", "max_seq_len", *optional):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -387,23 +387,3 @@ class GPT(nn.Module):
 def num_params(model: GPT) -> int:
     """All parameters, a tied matrix counted once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def flops_per_token(config: GPTConfig, seq_len: int) -> float:
-    """Floating-point operations to train on one token, forward and backward, at a context of
-    seq_len.
-
-        6 N + 12 n_layer n_head head_dim * (seq_len + 1) / 2
-
-    N counts the weights that multiply (linear layers and the output head; not embeddings, norms,
-    biases): 2 operations forward and 4 backward each. Attention multiplies twice (q k^T, p v) over
-    on average (seq_len + 1) / 2 visible keys; the skipped upper triangle is not counted as work.
-    Recomputation is not counted either: this is model FLOPs, as in PaLM (arXiv:2204.02311, appendix
-    B), made causal.
-    """
-    assert config.vocab_size is not None
-    H, Hkv, D, E = config.n_head, config.kv_heads, config.head_width, config.n_embd
-    attention_weights = E * (H + 2 * Hkv) * D + H * D * E
-    mlp_weights = (3 if config.mlp == "swiglu" else 2) * E * config.mlp_width
-    n = config.n_layer * (attention_weights + mlp_weights) + E * config.vocab_size
-    return 6.0 * n + 12.0 * config.n_layer * H * D * (seq_len + 1) / 2

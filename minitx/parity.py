@@ -30,6 +30,7 @@ from minitx.config import TrainConfig
 from minitx.data import TokenData
 from minitx.metrics import is_out_of_memory, peak_memory_gib, reset_peak_memory, synchronize
 from minitx.model import GPTConfig
+from minitx.run_files import write_whole
 from minitx.trainer import Trainer
 
 WARMUP_STEPS = 2  # left out of the timing: compilation, autotuning, the allocator's first growth
@@ -74,7 +75,7 @@ class Parity:
     baseline_peak_gib: float | None
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def lines(self) -> list[str]:
         """One line for parity, one for the speed-up."""

@@ -4,7 +4,6 @@ python -m minitx.plots RUN [RUN ...] --out loss.png      runs over one another
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from minitx.cli import EXIT_USER_ERROR
 from minitx.metrics import read_metrics
+from minitx.run_files import read_whole, written_whole
 
 # Okabe and Ito's colours, told apart by the colour-blind too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -26,6 +26,12 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def save_figure(figure: Any, path: Path, dpi: int) -> None:
+    """Writes a picture, whole or not at all, in the format that its ending names; png without."""
+    with written_whole(path) as new:
+        figure.savefig(new, dpi=dpi, format=path.suffix.removeprefix(".") or "png")
 
 
 def _finish(axis: Any, xlabel: str, ylabel: str, title: str) -> None:
@@ -74,7 +80,7 @@ def plot_losses(runs: dict[str, Path], path: Path, unigram_entropy: float | None
             color="grey",
         )
     _finish(axis, "step", "loss (nats a token)", "Loss by training step")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     plt.close(figure)
 
 
@@ -100,7 +106,7 @@ def plot_parity(parity: dict[str, Any], path: Path) -> None:
     bottom.set_yscale("log")
     _finish(bottom, "step", "RMS over tokens of |loss - truth| (nats)", "Distance from the truth")
     bottom.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     plt.close(figure)
 
 
@@ -118,11 +124,7 @@ def unigram_entropy(runs: Sequence[Path]) -> float | None:
     """What all runs' reports agree on, or None."""
     found = set()
     for path in (run / "report.json" for run in runs):
-        try:
-            report = json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: it is no JSON; move it away") from error
-        found.add(report.get("unigram_entropy"))
+        found.add(read_whole(path, dict, {}).get("unigram_entropy"))
     return found.pop() if len(found) == 1 else None
 
 
@@ -149,7 +151,7 @@ def draw(runs: Sequence[Path], out: Path, overwrite: bool) -> None:
     metrics = {label: run / "metrics.jsonl" for label, run in labels(runs).items()}
     plot_losses(metrics, out, unigram_entropy(runs))
     if len(pictures) == 2:
-        plot_parity(json.loads(parity.read_text("utf-8")), pictures[1])
+        plot_parity(read_whole(parity, dict, {}), pictures[1])
     print(f"wrote {' and '.join(map(str, pictures))}")
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,9 @@ from minitx import metrics, plots
 from minitx.batches import release_pages
 from minitx.config import TrainConfig
 from minitx.data import TokenData
-from minitx.model import GPT, GPTConfig, flops_per_token, num_params
+from minitx.mfu import flops_per_token, mfu
+from minitx.model import GPT, GPTConfig, num_params
+from minitx.run_files import read_whole, write_whole
 
 ENTROPY_SLICE = 1 << 24  # tokens counted at a time: the file may be larger than memory
 
@@ -28,16 +29,6 @@ def unigram_entropy(data: TokenData) -> float:
         release_pages(data.train)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
-
-
-def mfu(
-    device: torch.device, model: GPTConfig, seq_len: int, tok_per_s: float | None
-) -> float | None:
-    """Share of the device's bfloat16 peak that the model's own FLOPs take; None if unknown."""
-    peak = metrics.peak_flops(device)
-    if peak is None or tok_per_s is None:
-        return None
-    return tok_per_s * flops_per_token(model, seq_len) / peak
 
 
 def finish(
@@ -59,7 +50,7 @@ def finish(
     # The first stretch holds compilation and warm-up, unless it is the only one.
     typical_ms = statistics.median(r["ms_per_step"] for r in train[1:] or train)
     tok_per_s = config.batch.tokens / typical_ms * 1e3
-    parity = _read_json(out_dir / "parity.json")
+    parity = read_whole(out_dir / "parity.json", dict, {})
     with torch.device("meta"):
         parameters = num_params(GPT(model))
     report = {
@@ -85,7 +76,7 @@ def finish(
         "speedup": parity.get("speedup"),
         "environment": metrics.environment(device),
     }
-    metrics.write_whole(out_dir / "report.json", json.dumps(report, indent=2) + "\n")
+    write_whole(out_dir / "report.json", json.dumps(report, indent=2) + "\n")
     if config.log.plots:
         plots.plot_losses({config.kernel: out_dir / "metrics.jsonl"}, out_dir / "loss.png", entropy)
     loss = "no validation text"
@@ -102,7 +93,3 @@ def bits_per_byte(nats: float, data: TokenData) -> float | None:
     if not data.val_bytes or not math.isfinite(nats):
         return None
     return nats / math.log(2) * len(data.val) / data.val_bytes
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes()) if path.is_file() else {}

@@ -7,6 +7,7 @@ from typing import Any
 
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.config import TrainConfig, differences, to_dict
+from minitx.run_files import make_out_dir
 from minitx.run_lock import only_run_in
 
 # Settings that change what is printed or kept, and not what is learned.
@@ -45,9 +46,8 @@ def choose_out_dir(config: TrainConfig) -> Path:
     else:
         path = Path(config.out_dir) if config.out_dir else _next_folder(config)
         begun = False
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--out_dir {path} is a file; expected a folder")
-    if path.is_dir() and any(path.iterdir()) and not begun:
+    make_out_dir(path)
+    if any(path.iterdir()) and not begun:
         if not config.overwrite:
             raise ValueError(
                 f"--out_dir {path} is not empty; choose another, go on with --resume {path}, "
@@ -60,7 +60,7 @@ def choose_out_dir(config: TrainConfig) -> Path:
             )
         with only_run_in(path):
             shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
+        make_out_dir(path)
     return path
 
 

@@ -27,6 +27,7 @@ from minitx.checkpoint import CheckpointError, find_checkpoint, load_into, save_
 from minitx.cli import EXIT_NON_FINITE, EXIT_NOT_WRITTEN, RunStopped
 from minitx.config import DebugConfig, TrainConfig, save_yaml, to_dict
 from minitx.data import TokenData
+from minitx.mfu import mfu
 from minitx.model import GPT, GPTConfig, num_params
 from minitx.parity import compare
 from minitx.replay import save_batch
@@ -181,6 +182,15 @@ class Run:
                 raise
             print(f"stopped in the middle of step {trainer.step_number + 1}; {self.how_to_go_on()}")
             return 0
+        except OSError as error:
+            # Of its own files RunStopped would have said so: it is what it prints that nobody can
+            # take, as where the other end of a pipe is gone.
+            if self.saved_at != trainer.step_number:
+                self.save()
+            raise RunStopped(
+                f"its lines cannot be printed: {error.strerror or error}; {self.how_to_go_on()}",
+                EXIT_NOT_WRITTEN,
+            ) from error
         finally:
             for log in self.logs:
                 log.close()
@@ -248,7 +258,7 @@ class Run:
         assert trainer is not None
         self.peak_gib = max(self.peak_gib, metrics.peak_memory_gib(self.device))
         tok_per_s = self.config.batch.tokens / seconds
-        mfu = report.mfu(self.device, self.model, self.config.seq_len, tok_per_s)
+        share = mfu(self.device, self.model, self.config.seq_len, tok_per_s)
         record = {
             "kind": "train",
             "step": step,
@@ -259,17 +269,17 @@ class Run:
             "ms_per_step": seconds * 1e3,
             "data_ms": trainer.data_seconds * 1e3 / (step - self.logged_at),
             "tok_per_s": tok_per_s,
-            "mfu": mfu,
+            "mfu": share,
             "peak_gib": self.peak_gib,
             "skipped_steps": trainer.skipped_steps,
         }
         self.logged_at, trainer.data_seconds = step, 0.0
         self.write(record)
-        share = "      -" if mfu is None else f"{mfu:7.1%}"
+        percent = "      -" if share is None else f"{share:7.1%}"
         skipped = f"  skipped {trainer.skipped_steps}" if trainer.skipped_steps else ""
         return (
             f"{step:8d} {result.loss:8.4f} {result.lr:9.2e} {result.grad_norm:10.3f} "
-            f"{seconds * 1e3:9.1f} {tok_per_s:10,.0f} {share} {self.peak_gib:9.2f}{skipped}"
+            f"{seconds * 1e3:9.1f} {tok_per_s:10,.0f} {percent} {self.peak_gib:9.2f}{skipped}"
         )
 
     def log_eval(self, step: int) -> tuple[str, bool]:
@@ -324,9 +334,11 @@ class Run:
         """Saves the state before the step, beside the checkpoints that are there, and the step's
         batch; returns the line that says so."""
         assert self.trainer is not None
-        if not all(bool(p.isfinite().all()) for p in self.trainer.model.parameters()):
-            return f"{error}; the weights themselves are not finite; {self.how_to_go_on()}"
         step = error.before["step"]
+        if not all(bool(p.isfinite().all()) for p in self.trainer.model.parameters()):
+            if step == self.saved_at and step > 0:  # which were read from there
+                return f"{error}; those of its checkpoint are not finite: go on from an earlier one"
+            return f"{error}; the weights themselves are not finite; {self.how_to_go_on()}"
         checkpoint = None  # the initial weights
         if step == self.saved_at and step > 0:
             checkpoint = find_checkpoint(self.out_dir)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock
@@ -176,13 +176,15 @@ def _split(
 
 def _write(work: Path, documents: Iterator[tuple[str, bytes]], tokenizer: Tokenizer) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
-    writers = {name: _SplitWriter(work, name, dtype, tokenizer.eot) for name in SPLITS}
-    for group in _groups(documents):
-        encoded = tokenizer.encode_batch([text for _, text in group])
-        for (name, text), ids in zip(group, encoded, strict=True):
-            writers[name].add(ids, len(text))
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(work / f"{name}.bin", "wb")) for name in SPLITS}
+        writers = {name: _SplitWriter(files[name], dtype, tokenizer.eot) for name in SPLITS}
+        for group in _groups(documents):
+            encoded = tokenizer.encode_batch([text for _, text in group])
+            for (name, text), ids in zip(group, encoded, strict=True):
+                writers[name].add(ids, len(text))
     tokenizer.save(work / "tokenizer.json")
-    splits = {name: writer.close() for name, writer in writers.items()}
+    splits = {name: writer.finish(work / f"{name}.offsets") for name, writer in writers.items()}
     names = sorted(path.name for path in work.iterdir())
     meta = {
         "format": FORMAT,
@@ -209,11 +211,10 @@ def _groups(documents: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, 
 
 
 class _SplitWriter:
-    """Appends documents to the files of one split, end-of-text before each."""
+    """Appends documents to the file of one split, end-of-text before each."""
 
-    def __init__(self, work: Path, name: str, dtype: np.dtype, eot: int) -> None:
-        self._tokens = open(work / f"{name}.bin", "wb")  # noqa: SIM115  closed by close()
-        self._offsets_path = work / f"{name}.offsets"
+    def __init__(self, tokens: BinaryIO, dtype: np.dtype, eot: int) -> None:
+        self._tokens = tokens
         self._offsets = [0]
         self._dtype, self._eot = dtype, eot
         self._bytes = 0
@@ -228,9 +229,9 @@ class _SplitWriter:
         self._offsets.append(self._offsets[-1] + len(document))
         self._bytes += n_bytes
 
-    def close(self) -> dict[str, int]:
-        self._tokens.close()
-        self._offsets_path.write_bytes(np.array(self._offsets, dtype="<i8").tobytes())
+    def finish(self, offsets: Path) -> dict[str, int]:
+        """Writes where documents begin, and returns the split's sizes."""
+        offsets.write_bytes(np.array(self._offsets, dtype="<i8").tobytes())
         return {
             "tokens": self._offsets[-1],
             "documents": len(self._offsets) - 1,

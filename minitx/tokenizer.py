@@ -27,6 +27,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from minitx.run_files import write_whole
+
 logger = logging.getLogger("minitx")
 
 EOT = "<|endoftext|>"
@@ -123,7 +125,7 @@ class ByteTokenizer(Tokenizer):
         vocab = {character: byte for byte, character in enumerate(ALPHABET)}
         library = _byte_level(models.BPE(vocab=vocab, merges=[]))
         library.add_special_tokens([AddedToken(EOT, normalized=False)])
-        library.save(str(path))
+        write_whole(Path(path), library.to_str(pretty=True))
 
 
 class BPETokenizer(Tokenizer):
@@ -174,7 +176,7 @@ class BPETokenizer(Tokenizer):
         ]
 
     def save(self, path: str | PathLike[str]) -> None:
-        self._library.save(str(path))
+        write_whole(Path(path), self._library.to_str(pretty=True))
 
     def _check_round_trip(self, name: str, eot_name: str) -> None:
         for probe in (*_PROBES, eot_name.encode()):

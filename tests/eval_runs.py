@@ -56,9 +56,9 @@ def nll_of(run, text_file, out, *argv) -> list[float]:
     return [row["nll"] for row in report_of(out)["contexts"]]
 
 
-def one_line(capsys) -> str:
+def one_line(capsys, kind: str = "error") -> str:
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 1, captured.err
     assert "Traceback" not in captured.err
-    assert captured.err.startswith("eval.py: error: ")
+    assert captured.err.startswith(f"eval.py: {kind}: ")
     return captured.err

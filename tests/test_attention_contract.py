@@ -14,6 +14,7 @@ from attention_contract import INF, NAN, check, column, constant
 from minitx.kernels import attention
 from minitx.testing import (
     make_qkv,
+    oracle_attention,
     run_attention,
 )
 
@@ -193,6 +194,17 @@ def test_a_huge_single_logit(lse_kernel, device):
     torch.testing.assert_close(lse.item(), 64 * 133120.0**2 / 8, rtol=rtol, atol=0)
 
 
+@pytest.mark.contract("lse", "dtypes")
+def test_lse_keeps_its_digits_on_the_way_to_the_backward(lse_kernel, device):
+    """Of two equal logits of 100.5 it is 101.193, of which bfloat16 keeps 101.0 and float16 101.19:
+    probabilities made of that would be 0.6 and 0.503."""
+    q, k, v = (constant(1.0, n, device=device, dtype=torch.bfloat16) for n in (1, 2, 2))
+    dout = torch.ones_like(q)
+    result = run_attention(lse_kernel, q, k, v, dout, is_causal=False, scale=100.5 / 16)
+    assert result.lse.item() == pytest.approx(100.5 + math.log(2), abs=1e-3)  # not 101.1875
+    assert (result.dv == 0.5).all()
+
+
 @pytest.mark.contract("NaN, inf and huge logits")
 def test_float16_scores_may_exceed_float16(kernel, device):
     q, k = (constant(40.0, 2, D=64, device=device, dtype=torch.float16) for _ in range(2))
@@ -214,6 +226,17 @@ def test_nan_stays_in_its_own_row(kernel, has_lse, device):
     if has_lse:
         assert lse[:, :, 2].isnan().all()
         assert lse[:, :, others].isfinite().all()
+
+
+@pytest.mark.contract("NaN, inf and huge logits")
+@pytest.mark.parametrize("Skv", [1, 2, 7, 15, 16])
+def test_nan_shows_in_the_shortest_rows_too(kernel, device, Skv):
+    """Whose maximum a kernel may find in another way than a whole vector's."""
+    q, k, v = make_qkv(1, 2, 2, Skv, Skv, 16, device=device)
+    q[:, 1] = NAN
+    out = attention(q, k, v, kernel=kernel)
+    assert out[:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
 
 
 @pytest.mark.contract("NaN, inf and huge logits", "causal, aligned bottom-right")
@@ -282,6 +305,19 @@ def test_q_k_and_v_have_strides_of_their_own(kernel, device, transposed):
     torch.testing.assert_close(
         attention(*strided, kernel=kernel), attention(*plain, kernel=kernel), rtol=0, atol=atol
     )
+
+
+@pytest.mark.contract("strides", "sizes")
+@pytest.mark.parametrize("ones", list(itertools.product([False, True], repeat=3)))
+def test_dims_of_one(kernel, device, ones):
+    """A stride of such a dim means nothing, and may be any number."""
+    B, H, S = (1 if is_one else n for is_one, n in zip(ones, (2, 3, 5), strict=True))
+    q, k, v, dout = (torch.randn(B, S, H, 16, device=device).transpose(1, 2) for _ in range(4))
+    actual = run_attention(kernel, q, k, v, dout, is_causal=True, return_lse=False)
+    expected = oracle_attention(q, k, v, dout, is_causal=True)
+    for name in ("out", "dq", "dk", "dv"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(got, want.float(), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.contract("strides", "shapes and grouped heads")

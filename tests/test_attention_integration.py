@@ -32,6 +32,17 @@ def test_autocast_casts_all_three(kernel, device):
 
 
 @pytest.mark.contract("autocast and checkpointing")
+def test_autocast_casts_another_half_precision_too(kernel, device):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=device, dtype=torch.float16)
+    q.requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = attention(q, k, v, kernel=kernel)
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), kernel=kernel))
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float16
+
+
+@pytest.mark.contract("autocast and checkpointing")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_under_autocast(kernel, device, use_reentrant):
     x = torch.randn(2, 20, 32, device=device, requires_grad=True)

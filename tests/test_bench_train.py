@@ -211,6 +211,7 @@ def test_arguments_reach_train(tmp_path, fake_train, monkeypatch):
         (["--shapes", "32x"], "--shapes: '32x' is not batch x context; expected as in 32x1024"),
         (["--shapes", "8x0"], "--shapes: '8x0' is not batch x context"),
         (["--max_steps", "0"], "--max_steps must be 1 or more"),
+        (["--timeout_s", "0"], "--timeout_s must be above 0, got 0"),
         (["--compile", "maybe"], "maybe"),
         (["--extra_args=--sed=1"], "--sed"),
         (["--extra_args=--optim.lr=-1"], "--optim.lr must not be negative"),

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,17 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path):
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     for name, tensor in tensors.items():
         assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
+
+
+def test_nothing_is_pickled(tmp_path):
+    """A pickle runs what its writer put in it, and PyTorch refuses one that holds a config."""
+    folder = save(tmp_path)
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+    root = Path(__file__).parent.parent
+    sources = [p for name in ("minitx", "kernels") for p in (root / name).rglob("*.py")]
+    assert len(sources) > 50
+    unpickle = re.compile(r"^(import|from) c?pickle|torch\.(save|load)\(|allow_pickle=True", re.M)
+    assert [p.name for p in sources if unpickle.search(p.read_text(encoding="utf-8"))] == []
 
 
 # --- load_model -------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from command import run_train, tiny_args
 
+from minitx.cli import make_parser, parse_config
+from minitx.config import TrainConfig
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -33,6 +36,9 @@ ROOT = Path(__file__).parent.parent
         (["--max_steps=0"], "--max_steps must be at least 1, got 0"),
         (["--optim.lr=-1"], "--optim.lr must not be negative"),
         (["--optim.eps=-1"], "--optim.eps must not be negative"),
+        (["--optim.lr=1e-5"], "--optim.min_lr 6e-05 is above --optim.lr 1e-05, which decays to it"),
+        (["--batch.seq_len=0"], "--batch.seq_len must be at least 1, got 0"),
+        (["--model.vocab_size=0"], "vocab_size must be at least 1, got 0"),
         (["--resume="], "--resume is empty; give a path, or leave it out"),
         (["--data.source="], "--data.source is empty; give a path"),
         (["--optim.beta1=2"], "--optim.beta1 must be at least 0 and below 1, got 2.0"),
@@ -87,9 +93,6 @@ def test_a_text_shorter_than_the_context(length, trains, tmp_path, capsys):
 
 
 def test_flags_win_over_the_file(tmp_path):
-    from minitx.cli import parse_config
-    from minitx.config import TrainConfig
-
     path = tmp_path / "some.yaml"
     path.write_text("kernel: eager\nmodel:\n  n_layer: 3\n  n_head: 4\n")
     args = ["--config", str(path), "--model.n_layer", "5", "--compile", "--seed", "7"]
@@ -112,6 +115,20 @@ def test_a_run_is_never_overwritten_unasked(tmp_path, capsys):
     assert run_train([*args, "--overwrite"]) == 0
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "else")
+    for name, message in (
+        ("file", "is a file; expected a folder"),
+        ("file/below", "cannot be made: Not a directory; choose one that can be written"),
+        ("link", "cannot be made: File exists"),
+        ("x" * 300, "cannot be made: File name too long"),
+    ):
+        assert run_train(tiny_args(tmp_path, out=name, compare="none")) == 2
+        assert f"error: --out_dir {tmp_path / name} {message}" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = tiny_args(tmp_path, compare="none", max_steps=1, out_dir=None)
@@ -125,6 +142,15 @@ def test_help_explains_every_flag():
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
     assert "Tokens a step, over all micro-batches. (type: int," in " ".join(result.stdout.split())
+
+
+def test_help_keeps_the_lines_of_commands_and_fills_the_others():
+    description = "One line\nand another.\n\n    a command\n    another  # as it stands\n\nThe end."
+    told = make_parser(TrainConfig, "x", description).format_help().partition("One")[2]
+    assert told.startswith(
+        " line and another.\n\n    a command\n    another  # as it stands\n\nThe end.\n\noptions:"
+    )
+    assert "options:" in make_parser(TrainConfig, "x", "").format_help()
 
 
 def test_importing_minitx_imports_no_compiler():

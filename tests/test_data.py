@@ -1,5 +1,6 @@
 """Token files and their cache: what they hold, when they are made again, how they fail."""
 
+import io
 import itertools
 import json
 import os
@@ -118,11 +119,10 @@ def test_the_largest_id_decides_the_dtype(vocab_size, dtype):
     assert minitx.token_cache.token_dtype(vocab_size) == np.dtype(dtype)
 
 
-def test_an_id_too_large_for_the_file_is_refused(tmp_path):
-    writer = minitx.token_cache._SplitWriter(tmp_path, "train", np.dtype("<u2"), eot=0)
+def test_an_id_too_large_for_the_file_is_refused():
+    writer = minitx.token_cache._SplitWriter(io.BytesIO(), np.dtype("<u2"), eot=0)
     with pytest.raises(OverflowError, match="token id 65536 does not fit uint16"):
         writer.add(np.array([65_536]), 1)
-    writer.close()
 
 
 # -- the cache ------------------------------------------------------------------------------------
@@ -260,6 +260,10 @@ def test_a_build_that_fails_or_was_killed_leaves_nothing(texts, cache, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(minitx.token_cache, "_write", fail)
+        with pytest.raises(ValueError, match="no"):
+            load_data(config)
+    with monkeypatch.context() as patch:  # with files open, whose close is a warning if forgotten
+        patch.setattr(minitx.token_cache._SplitWriter, "add", fail)
         with pytest.raises(ValueError, match="no"):
             load_data(config)
     assert list(cache.rglob("*.tmp")) == [at_work]

@@ -1,5 +1,6 @@
 """What eval.py says to a user's mistake: one line, exit code 2, and nothing written."""
 
+import errno
 import json
 import os
 import shutil
@@ -43,6 +44,7 @@ def own_cache(tmp_path, monkeypatch):
         (["--context_lengths", "0"], "--context_lengths must be at least 1, got 0"),
         (["--context_lengths", "8,x"], "--context_lengths 8,x must be whole numbers"),
         (["--context_lengths", "8,,9"], "must be whole numbers with commas"),
+        (["--context_lengths", "[]"], "--context_lengths [] must be whole numbers with commas"),
         (["--context_lengths", "1" + 14 * "0"], "do not fit in memory; use a shorter one"),
         (["--context_lengths", 23 * "9"], "do not fit in memory; use a shorter one"),
         (["--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
@@ -78,6 +80,60 @@ def test_a_bad_setting_is_one_line_and_exit_2(
     assert run_eval(*base, *argv) == 2
     assert message in one_line(capsys)
     assert not (out / "eval.json").exists()
+
+
+def test_a_folder_that_cannot_be_made(run_folder, text_file, tmp_path, capsys):
+    base = ("--checkpoint", run_folder, "--data.source", text_file, "--out_dir")
+    assert run_eval(*base, text_file) == 2
+    assert f"--out_dir {text_file} is a file; expected a folder" in one_line(capsys)
+    assert run_eval(*base, text_file / "below") == 2
+    assert f"--out_dir {text_file / 'below'} cannot be made: Not a directory" in one_line(capsys)
+    assert text_file.read_bytes() == TEXT
+
+
+@pytest.mark.parametrize("write", [1, 3])
+def test_a_full_disk_is_one_line_and_exit_6(
+    write, run_folder, text_file, tmp_path, monkeypatch, capsys
+):
+    """What was there of eval.json stays whole, and no half of another beside it."""
+    original, written = Path.write_text, []
+
+    def write_text(path, text, **options):
+        written.append(path)
+        if len(written) < write:
+            return original(path, text, **options)
+        original(path, text[:10], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    out = tmp_path / "out"
+    base = ("--checkpoint", run_folder, "--data.source", text_file, "--out_dir", out)
+    assert run_eval(*base, "--context_lengths", "8,16") == 6
+    message = one_line(capsys, "stopped")
+    assert f"{out / 'eval.json'}: No space left on device; see to the disk" in message
+    assert [path.name for path in out.iterdir()] == ["eval.json"][: write - 1]
+    if write > 1:
+        assert [row["context_length"] for row in report_of(out)["contexts"]] == [8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ([], "a longer text or --data.join_documents true would"),
+        (["--data.join_documents", "true"], "a longer text would"),
+        (["--max_tokens", "40"], "a larger --max_tokens or --data.join_documents true would"),
+        (["--max_tokens", "40", "--data.join_documents", "true"], "a larger --max_tokens would"),
+    ],
+)
+def test_a_text_that_fills_no_context_is_told(flags, advice, run_folder, tmp_path, capsys):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_bytes(TEXT[:60])
+    base = ("--checkpoint", run_folder, "--data.source", tmp_path / "texts")
+    out = ("--out_dir", tmp_path / "out", "--context_lengths", "1000", "--paired_targets", "0")
+    assert run_eval(*base, *out, *flags) == 0
+    expected = f"note: no document fills a context of 1,000 tokens; {advice}\n"
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"x"])

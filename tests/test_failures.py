@@ -11,10 +11,12 @@ import pytest
 import torch
 from command import run_train, tiny_args
 from safetensors import safe_open
+from tqdm import tqdm
 
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.kernels import api
 from minitx.metrics import read_metrics
+from minitx.run import Run
 from minitx.trainer import Trainer
 
 NAN_BLOCK = "blocks.1.attn"
@@ -184,6 +186,24 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path, monkeypatch, ca
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
 
 
+def test_a_checkpoint_that_is_not_finite_is_not_to_be_gone_on_from(tmp_path, monkeypatch, capsys):
+    original = Run.save
+
+    def save(self, is_best=False):
+        with torch.no_grad():
+            self.trainer.model.norm.weight[0] = math.nan
+        original(self, is_best)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", save)
+        args = tiny_args(tmp_path, compare="none", log__eval_interval=0)
+        assert run_train(args) == 0
+    capsys.readouterr()
+    again = [*args, f"--resume={tmp_path / 'run'}", "--max_steps=8", "--resume_allow"]
+    line = stopped_line(capsys, 5, run_train(again))
+    assert line.endswith("those of its checkpoint are not finite: go on from an earlier one\n")
+
+
 @pytest.mark.parametrize("content", [None, b"", b"not a tensor file"])
 def test_a_file_that_replays_nothing_is_refused(content, tmp_path, capsys):
     path = tmp_path / "debug_step_00000001.safetensors"
@@ -245,14 +265,48 @@ def test_metrics_that_cannot_be_written_save_the_run_first(tmp_path, monkeypatch
     assert load_state(find_checkpoint(run))["step"] == 3
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    def full(path, text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def test_lines_that_nobody_takes_cost_no_step(tmp_path, monkeypatch, capsys):
+    written = []
 
-    monkeypatch.setattr("minitx.metrics.write_whole", full)
-    line = stopped_line(capsys, 6, run_train(tiny_args(tmp_path, compare="none")))
-    assert "environment.json could not be written: No space left on device; see to the disk" in line
+    def write(bar, line):
+        written.append(line)
+        if len(written) > 2:  # the header, and a step's line
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(tqdm, "write", write)
+    args = tiny_args(tmp_path, compare="none", log__interval=2, log__eval_interval=0)
+    line = stopped_line(capsys, 6, run_train(args))
+    run = tmp_path / "run"
+    assert "its lines cannot be printed: Broken pipe; go on with: python train.py" in line
+    assert load_state(find_checkpoint(run))["step"] == 4
+    monkeypatch.undo()
+    assert run_train([*args, f"--resume={run}"]) == 0
+    assert [r["step"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"] == [
+        2,
+        4,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "environment.json", "parity.json", "tokenizer.json"]
+)
+def test_a_folder_that_cannot_be_written_is_one_line(name, tmp_path, monkeypatch, capsys):
+    original = Path.write_text
+
+    def write_text(path, text, **options):
+        if path != tmp_path / "run" / f"{name}.new":
+            return original(path, text, **options)
+        original(path, text[:10], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    line = stopped_line(capsys, 6, run_train(tiny_args(tmp_path, compare_steps=1)))
+    path = tmp_path / "run" / name
+    assert f"{path} could not be written: No space left on device; see to the disk" in line
     assert "there is no checkpoint" in line
+    assert not path.exists()
+    assert not list(path.parent.glob("*.new"))
 
 
 def test_a_written_line_that_is_short_is_an_error(tmp_path):

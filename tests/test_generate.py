@@ -241,6 +241,20 @@ def test_the_command_prints_prompt_and_text(run, capsys):
     assert capsys.readouterr().out == bytes(ids).decode(errors="replace") + "\n"
 
 
+def test_the_first_token_is_made_ahead_of_the_text(run, monkeypatch):
+    """A terminal shows what the model's first call logs, such as auto's choice, before the text."""
+    order = []
+
+    def generate(*args, **settings):
+        order.append("model")
+        yield ord("A")
+
+    monkeypatch.setattr(generate_module, "generate", generate)
+    monkeypatch.setattr(generate_module, "write_stream", order.extend)
+    assert command("--checkpoint", run, "--prompt", "Hi") == 0
+    assert order == ["model", b"Hi", b"A"]
+
+
 @pytest.mark.parametrize("prompt", ["123", "null", "[1, 2]", "a: b", "1e3", "\udcff"])
 def test_a_prompt_is_text_whatever_it_looks_like(run, capsys, prompt):
     assert command("--checkpoint", run, "--max_tokens", 1, f"--prompt={prompt}") == 0

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from minitx.embedding import Embedding
 from minitx.gelu import gelu
 from minitx.kernels import attention_reference
-from minitx.model import GPT, GPTConfig, KVCache, flops_per_token, num_params
+from minitx.model import GPT, GPTConfig, KVCache, num_params
 from minitx.rope import RotaryEmbedding, inverse_frequencies
 
 KERNELS = ["eager", "sdpa", "triton-softmax", "tilelang-softmax", "triton", "tilelang"]
@@ -187,16 +187,13 @@ def test_rope_tables_stay_float32_and_exact_far_out():
     assert model.rope.cos[200_000, 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_parameters_and_flops_of_gpt2_small():
+def test_parameters_of_gpt2_small():
     """nanoGPT's model: 124,337,664 parameters at a vocabulary of 50257 without biases."""
     config = GPTConfig(pos="learned", norm="layer", mlp="gelu", vocab_size=50257)
     with torch.device("meta"):
         model = GPT(config)
     # 12 * (4 + 8) * 768^2 matrices, 25 norms of 768, (50257 + 1024) * 768 embeddings
     assert num_params(model) == 12 * 12 * 768**2 + 25 * 768 + (50257 + 1024) * 768
-    # 6 * (matrices + head) + 12 * 12 layers * 768 * 1025 / 2
-    want = 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1025 / 2
-    assert flops_per_token(config, 1024) == want
 
 
 def test_tied_weights_exist_once_and_stay_tied():

@@ -1,7 +1,9 @@
 """What a run leaves beside its weights: metrics, TensorBoard, environment, pictures."""
 
+import errno
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +14,10 @@ import torch
 from command import run_train, tiny_args
 
 from minitx import metrics, plots
-from minitx.metrics import MetricsLog, git_state, read_metrics
+from minitx.checkpoint import find_checkpoint
+from minitx.metrics import MetricsLog, git_state, read_metrics, record_environment
 from minitx.run import Run
+from minitx.run_files import write_whole, written_whole
 
 
 def record(step: int, loss: float | None = 1.0, kind: str = "train") -> dict:
@@ -66,15 +70,59 @@ def test_a_line_that_is_no_record_is_moved_aside_and_not_drawn(line, tmp_path):
     assert (tmp_path / "metrics-superseded.jsonl").read_bytes() == line + b"\n"
 
 
-def test_a_damaged_file_of_a_run_is_named(tmp_path):
-    path = tmp_path / "environment.json"
-    path.write_text("{")
-    (tmp_path / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"environment.json is damaged: it is no JSON; move it"):
-        metrics.record_environment(path, torch.device("cpu"), 0, {})
-    assert path.read_text() == "{"
-    with pytest.raises(ValueError, match=r"report.json is damaged: it is no JSON; move it away"):
-        plots.unigram_entropy([tmp_path])
+@pytest.mark.parametrize("content", ["{", "1"])
+def test_a_damaged_file_of_a_run_is_named(content, tmp_path):
+    for name, kind, read in (
+        ("environment", "list", lambda path: record_environment(path, torch.device("cpu"), 0, {})),
+        ("report", "dict", lambda path: plots.unigram_entropy([path.parent])),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(content)
+        what = "it is no JSON" if content == "{" else f"it holds no {kind}"
+        with pytest.raises(ValueError, match=f"{name}.json is damaged: {what}; move it away"):
+            read(path)
+        assert path.read_text() == content
+
+
+def test_a_damaged_parity_is_named_when_the_run_ends(tmp_path, capsys):
+    assert run_train(tiny_args(tmp_path, compare_steps=1, max_steps=2)) == 0
+    capsys.readouterr()
+    path = tmp_path / "run" / "parity.json"
+    path.write_text("[")
+    resume = f"--resume={tmp_path / 'run'}"
+    assert run_train([*tiny_args(tmp_path, max_steps=4), resume, "--resume_allow"]) == 2
+    assert capsys.readouterr().err.endswith(f"{path} is damaged: it is no JSON; move it away\n")
+    assert find_checkpoint(tmp_path / "run").name == "step_00000004"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "notes.txt"
+    write_whole(path, "old")
+
+    def break_off(error: BaseException) -> None:
+        with written_whole(path) as new:
+            new.write_text("half")
+            raise error
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        break_off(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert caught.value.filename == str(path)
+    with pytest.raises(KeyboardInterrupt):
+        break_off(KeyboardInterrupt())
+    assert path.read_text() == "old"
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_picture_is_named_as_asked(tmp_path):
+    assert run_train(tiny_args(tmp_path, compare="none", max_steps=2)) == 0
+    run = str(tmp_path / "run")
+    for name, start in (("loss", b"\x89PNG"), ("loss.svg", b"<?xml"), ("a.b.png", b"\x89PNG")):
+        assert plots.main([run, "--out", str(tmp_path / "pictures" / name)]) == 0
+        assert (tmp_path / "pictures" / name).read_bytes().startswith(start)
+    assert plots.main([run, "--out", str(tmp_path / "pictures" / "loss.xyz")]) == 2
+    assert len(list((tmp_path / "pictures").iterdir())) == 3
 
 
 def test_json_has_no_nan(tmp_path):

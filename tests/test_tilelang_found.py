@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, of kernels that are their folders."""
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tilelang_found, "FoundKernel", lambda folder: folder)
+    monkeypatch.setattr(tilelang_found, "_warned", set())
     return tmp_path
 
 
@@ -61,6 +63,14 @@ def noted(cache) -> Path:
     tilelang_found.note(*CALL, keep(cache))
     assert tilelang_found.find(*CALL) == cache / "0.1" / "abc"
     return cache
+
+
+def assert_one_warning(caplog: pytest.LogCaptureFixture, *words: str) -> None:
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("minitx", "WARNING")
+    assert "\n" not in record.getMessage()
+    for word in words:
+        assert word in record.getMessage()
 
 
 def test_what_was_noted_last_is_found(noted):
@@ -120,26 +130,82 @@ def test_tilelangs_environment_has_changed(noted, monkeypatch):
     assert tilelang_found.find(*CALL) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"folder": 1, "sha256": "x"}'])
-def test_a_note_that_is_no_note(noted, text):
+def test_no_note_is_no_matter(cache, caplog):
+    assert tilelang_found.find(*CALL) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError: 'folder'"),
+        ('{"folder": 1, "sha256": "x"}', "TypeError"),
+    ],
+)
+def test_a_note_that_is_no_note(noted, caplog, text, reason):
     (note,) = (noted / "minitx").iterdir()
     note.write_text(text)
+    for _ in range(2):  # it is looked for again once TileLang has compiled
+        assert tilelang_found.find(*CALL) is None
+    assert_one_warning(caplog, str(note), reason, "TileLang is asked")
+
+
+def test_a_note_that_cannot_be_read(noted, caplog):
+    (note,) = (noted / "minitx").iterdir()
+    note.unlink()
+    note.mkdir()
     assert tilelang_found.find(*CALL) is None
+    assert_one_warning(caplog, str(note), "IsADirectoryError")
 
 
-def test_a_kernel_that_is_gone_or_another(noted):
+def test_another_kernel_in_the_noted_ones_place(noted, caplog):
     keep(noted, content=b"a kernel cut sh")
     assert tilelang_found.find(*CALL) is None
+    assert_one_warning(caplog, "executable.so is not the file that was noted")
+
+
+def test_a_kernel_that_is_gone(noted, caplog):
     shutil.rmtree(noted / "0.1")
     assert tilelang_found.find(*CALL) is None
+    assert_one_warning(caplog, "FileNotFoundError", "0.1/abc/executable.so")
 
 
-def test_libraries_that_do_not_load_are_tilelangs_to_report(noted, monkeypatch):
+def test_libraries_that_do_not_load(noted, monkeypatch, caplog):
     def fail(folder):
-        raise OSError("undefined symbol")
+        raise OSError("undefined symbol\nand more")
 
+    other = (*CALL[:2], KEY | {"HEAD_DIM": 128})
+    tilelang_found.note(*other, keep(noted, "other"))
     monkeypatch.setattr(tilelang_found, "FoundKernel", fail)
     assert tilelang_found.find(*CALL) is None
+    assert tilelang_found.find(*other) is None
+    assert_one_warning(caplog, "(OSError: undefined symbol);")
+
+
+def test_a_note_that_cannot_be_written(cache, caplog):
+    (cache / "minitx").write_text("a file")
+    for _ in range(2):
+        tilelang_found.note(*CALL, keep(cache))
+    assert_one_warning(caplog, str(cache / "minitx"), "FileExistsError")
+
+
+def test_a_kernel_that_is_kept_elsewhere_is_not_noted(cache, tmp_path_factory, caplog):
+    tilelang_found.note(*CALL, keep(tmp_path_factory.mktemp("elsewhere")))
+    assert not (cache / "minitx").exists()
+    assert_one_warning(caplog, "ValueError", "elsewhere")
+
+
+def test_without_tilelang_there_are_no_notes(cache, monkeypatch, caplog):
+    def fail(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(tilelang_found, "version", fail)
+    tilelang_found.note(*CALL, keep(cache))
+    assert tilelang_found.find(*CALL) is None
+    assert not (cache / "minitx").exists()
+    assert not caplog.records
 
 
 def test_what_is_not_noted(cache, monkeypatch):

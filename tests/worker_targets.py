@@ -1,4 +1,4 @@
-"""What test_bench_attention.py and test_bench_start.py run in processes of their own; it imports
+"""What test_bench_processes.py and test_bench_start.py run in processes of their own; it imports
 nothing that takes long."""
 
 import os

@@ -17,12 +17,16 @@ COMMANDS = {
 
 USAGE = "usage: python -m minitx.bench {" + ",".join(COMMANDS) + "} [--help] [flags]"
 
+EXIT_CODES = """exit codes: 0 done; 2 a mistake in the flags; 3 a kernel of minitx failed or was
+            wrong; 6 the disk is full or fails"""
+
 
 def main(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         print(USAGE)
         for name, description in COMMANDS.items():
             print(f"  {name:10} {description}")
+        print(EXIT_CODES)
         return 0
     if not argv or argv[0] not in COMMANDS:
         found = f"unknown command '{argv[0]}'" if argv else "no command"

@@ -1,14 +1,12 @@
-"""What every benchmark needs: timing, the machine's own figures, CSV and tables.
+"""What every benchmark needs beside its timing: the machine's own figures, CSV and tables.
 
-Times are in milliseconds, medians with the 20th and 80th percentile; GiB is 2**30 bytes and TB/s
-1e12 bytes a second.
+GiB is 2**30 bytes and TB/s 1e12 bytes a second.
 """
 
 import csv
 import dataclasses
 import gc
 import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -20,100 +18,7 @@ from minitx.versions import package_version
 
 Row = dict[str, Any]
 
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # each way; far beyond any cache
-FEWEST_WRITES, MOST_WRITES = 2, 16  # of as many bytes, before a run that is timed on a GPU
 TABLE_WIDTH = 100
-
-
-@dataclasses.dataclass
-class Timing:
-    """Milliseconds a call takes: the median, and the percentiles around it."""
-
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-
-
-def measure(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> Timing:
-    """Times `call`, which has run before, for about `budget_ms`.
-
-    On a GPU what counts is the device's time alone: before each run memory is written for long
-    enough that the host, which launches the run meanwhile, is never waited for. That flushes the
-    L2 cache too.
-    """
-    samples = (_device_ms if device == "cuda" else sample_ms)(call, device, budget_ms)
-    return summarise(samples)
-
-
-def _device_ms(call: Callable[[], object], device: str, budget_ms: float) -> list[float]:
-    """Milliseconds on the GPU of single runs of `call`; the budget has room for the writes.
-
-    A run counts if all of it was launched before the GPU came to it: on a busy machine the host may
-    be late, and the GPU waits. Where most runs are late, more is written before each. All count if
-    that does not help, as for a call that itself waits for the GPU."""
-    written = torch.empty(COPY_BYTES["cuda"], dtype=torch.uint8, device=device)
-
-    def run(writes: int) -> tuple[torch.cuda.Event, torch.cuda.Event, bool]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(writes):
-            written.zero_()
-        start.record()
-        call()
-        end.record()
-        return start, end, not start.query()
-
-    def timed(runs: int, writes: int) -> tuple[list[float], bool]:
-        """Times, and whether they are of most runs, in time, or else of all."""
-        events = [run(writes) for _ in range(runs)]
-        synchronize(device)
-        in_time = [e for e in events if e[2]]
-        are_most = 2 * len(in_time) > runs
-        return [e[0].elapsed_time(e[1]) for e in (in_time if are_most else events)], are_most
-
-    writes = FEWEST_WRITES
-    timed(3, writes)  # which warms up
-    began = time.perf_counter()
-    while not timed(3, writes)[1] and writes < MOST_WRITES:
-        writes *= 2
-        began = time.perf_counter()
-    seconds = (time.perf_counter() - began) / 3
-    return timed(max(int(budget_ms / 1e3 / seconds), 5), writes)[0]
-
-
-def sample_ms(call: Callable[[], object], device: str, budget_ms: float = 100.0) -> list[float]:
-    """Milliseconds of single runs of `call`.
-
-    On a GPU they are Triton's do_bench's: 256 MB are written before each run, and a host that has
-    not launched it by then is in its time. `measure` counts no such run."""
-    if device == "cuda":
-        from triton.testing import do_bench
-
-        rep = max(int(budget_ms), 1)
-        times: Any = do_bench(call, warmup=10, rep=rep, return_mode="all")
-        return times
-    times = []
-    while len(times) < 3 or sum(times) < budget_ms:
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def summarise(times: Sequence[float]) -> Timing:
-    """Quantiles of the runs, interpolated linearly."""
-    samples = torch.tensor(times, dtype=torch.float64)
-    quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-    return Timing(*samples.quantile(quantiles).tolist())
-
-
-def first_call_seconds(call: Callable[[], object], device: str) -> float:
-    """Seconds that the first call takes, compiling included; what an earlier process compiled is
-    found in the compiler's cache on disk."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def peak_gib(call: Callable[[], object], device: str) -> float | None:
@@ -126,15 +31,6 @@ def peak_gib(call: Callable[[], object], device: str) -> float | None:
     call()
     synchronize(device)
     return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def copy_bandwidth(device: str, budget_ms: float = 100.0) -> float:
-    """Bytes read and written a second by a copy within the device's memory, in TB/s."""
-    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    timing = measure(lambda: target.copy_(source), device, budget_ms)
-    return terabytes_per_s(2 * source.nbytes, timing.median_ms)
 
 
 def terabytes_per_s(n_bytes: float, milliseconds: float) -> float:

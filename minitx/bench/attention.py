@@ -5,11 +5,32 @@
     python -m minitx.bench attention --queries 1,256,2048 --seq_lens 4096,65536 --batches 1,8
     python -m minitx.bench attention --passes host
     python -m minitx.bench attention --passes start --kernels triton,tilelang
-    python -m minitx.bench attention --plot benchmarks/attention.csv
+    python -m minitx.bench attention --plot benchmarks/h200/attention.csv
 
 Each result is first checked against float64 at its full length, then timed; kernels of one shape
 take turns in one process. What cannot run, runs out of memory, is wrong, crashes or hangs is a row
 that says so. Writes attention.csv, growing with every shape, and attention.png.
+
+A time of forward, backward or both is the GPU's alone, under the conditions of Triton's do_bench: a
+warm-up, then run after run, 256 MB written before each. Runs that the host launched late do not
+count; where most are, more is written, and where that does not help all count.
+
+Columns of attention.csv, a row for each kernel, shape and pass:
+
+    kernel, pass, dtype, is_causal
+    batch, seq_len          sequences, and keys of each
+    queries                 of each sequence, its last; as many as keys unless --queries is given
+    q_heads, kv_heads, head_dim
+    status                  ok, or why there are no figures
+    median_ms, p20_ms, p80_ms   of a call: the median run, 20th and 80th percentile
+    late_share              of the runs, the part that the host launched late; above 0.5 they count
+    tflop_per_s             by the median: forward two products, 4 batch q_heads queries seq_len
+                            head_dim, less what the causal rule hides; backward 2.5 times as much
+    vs_sdpa, vs_best_peer   how many times as fast as sdpa and as the fastest peer of this run
+    peak_gib                that a call allocates at its peak beyond what was allocated before
+    first_call_s            seconds of the first call, with its compiles where nothing is cached
+    max_error, error_budget against float64: of the worst tensor, and how much is allowed
+    label, device, torch, triton, tilelang, commit      where the row comes from
 """
 
 import tempfile
@@ -36,6 +57,8 @@ from minitx.bench.attention_variants import (
 )
 from minitx.bench.processes import WorkerDied, exit_on_sigterm, run_worker
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
+from minitx.config import refuse_nothing
+from minitx.kernels.checks import MAX_HEAD_DIM
 
 # By device. On a CPU Triton is interpreted: shapes that show that it works.
 SEQ_LENS = {"cuda": [512 * 2**i for i in range(8)], "cpu": [16, 50]}  # 512 to 65,536
@@ -152,6 +175,8 @@ def make_cases(config: AttentionBenchConfig, device: str) -> list[Case]:
     for flag, number in numbers.items():
         if number < 1:
             raise ValueError(f"{flag} must be 1 or more, got {number}")
+    if max(head_dims) > MAX_HEAD_DIM:
+        raise ValueError(f"--head_dims must be {MAX_HEAD_DIM} or less, got {max(head_dims)}")
     cases = []
     for head_dim in head_dims:
         q_heads = config.heads or max(WIDTH[device] // head_dim, 1)
@@ -250,6 +275,7 @@ def run(config: AttentionBenchConfig) -> int:
             print(f"\nwrote {config.plot.with_suffix('.png')}")
         return 0
     device = common.check_device(config.device)
+    refuse_nothing({"--budget_ms": config.budget_ms, "--timeout_s": config.timeout_s})
     cases = make_cases(config, device)
     kernels = choose_kernels(config, device, cases)
     csv_path, png_path = config.out_dir / "attention.csv", config.out_dir / "attention.png"

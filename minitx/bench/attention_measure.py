@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minitx.bench import _common as common
+from minitx.bench import timing
 from minitx.bench.attention_check import Truth
 from minitx.bench.attention_variants import (
     HOST_PASSES,
@@ -29,6 +30,7 @@ MEASURED = (
     "median_ms",
     "p20_ms",
     "p80_ms",
+    "late_share",
     "tflop_per_s",
     "vs_sdpa",
     "vs_best_peer",
@@ -102,7 +104,7 @@ class KernelOnCase:
     def __init__(self, kernel: str, case: Case, skip: str | None) -> None:
         self.kernel, self.case = kernel, case
         self.status = {name: skip or why_not(kernel, case, name) or "ok" for name in case.passes}
-        self.samples: dict[str, list[float]] = {name: [] for name in case.passes}
+        self.samples = {name: timing.Samples() for name in case.passes}
         self.facts: dict[str, dict[str, float | None]] = {name: {} for name in case.passes}
 
     def left(self, among: Sequence[str] = ALL_PASSES) -> list[str]:
@@ -153,7 +155,7 @@ class KernelOnCase:
     def _check_backward(self, truth: Truth) -> None:
         calls = Calls(self.variant, self.case)
         calls.record()
-        seconds = common.first_call_seconds(calls.backward, self.case.device)
+        seconds = timing.first_call_seconds(calls.backward, self.case.device)
         dq, dk, dv = (self.variant.common(gradient) for gradient in calls.backward())
         checked = truth.check_gradients((dq, dk, dv))
         for name in ("backward", "both"):
@@ -180,28 +182,29 @@ class KernelOnCase:
     def sample(self, budget_ms: float, caches: Path) -> None:
         """Adds a round of runs to every pass that is left and has not had its time."""
         for name in self.left():
-            if sum(self.samples[name]) < budget_ms:
+            if sum(self.samples[name].ms) < budget_ms:
                 with self.guarded([name]), self.variant.pinned():
-                    self.samples[name] += self._times(name, budget_ms / ROUNDS, caches)
+                    self.samples[name] += self._sample(name, budget_ms / ROUNDS, caches)
 
-    def _times(self, name: str, budget_ms: float, caches: Path) -> list[float]:
+    def _sample(self, name: str, budget_ms: float, caches: Path) -> timing.Samples:
         if name in START_PASSES:
-            return [start_ms(self.kernel, self.case, caches, is_warm=name == "warm start")]
+            start = start_ms(self.kernel, self.case, caches, is_warm=name == "warm start")
+            return timing.Samples([start])
         calls, device = Calls(self.variant, self.case), self.case.device
         match name:
             case "forward":
-                return common.sample_ms(calls.forward, device, budget_ms)
+                return timing.sample(calls.forward, device, budget_ms)
             case "backward":
                 calls.record()
-                return common.sample_ms(calls.backward, device, budget_ms)
+                return timing.sample(calls.backward, device, budget_ms)
             case "both":
-                return common.sample_ms(calls.both, device, budget_ms)
+                return timing.sample(calls.both, device, budget_ms)
             case "host forward":
-                return host_ms(calls.forward, device, budget_ms)
+                return timing.Samples(host_ms(calls.forward, device, budget_ms))
             case "host both":
-                return host_ms(calls.both, device, budget_ms)
+                return timing.Samples(host_ms(calls.both, device, budget_ms))
             case "graph forward":
-                return graph_ms(calls.forward, budget_ms)
+                return graph_samples(calls.forward, budget_ms)
         raise AssertionError(f"pass '{name}' has no branch")
 
     def rows(self) -> list[common.Row]:
@@ -223,7 +226,7 @@ class KernelOnCase:
                 **self.facts[name],
             }
             if self.status[name] == "ok":
-                row |= vars(common.summarise(self.samples[name]))
+                row |= vars(self.samples[name].timing())
                 flops = self.case.flops(name)
                 if flops is not None:
                     row["tflop_per_s"] = flops / row["median_ms"] / 1e9
@@ -282,8 +285,8 @@ def host_ms(call: Callable[[], object], device: str, budget_ms: float) -> list[f
     return times
 
 
-def graph_ms(call: Callable[[], object], budget_ms: float) -> list[float]:
-    """Milliseconds of a call within a CUDA graph of several."""
+def graph_samples(call: Callable[[], object], budget_ms: float) -> timing.Samples:
+    """Times of a call within a CUDA graph of several."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # warm, as PyTorch's guide to CUDA graphs asks
@@ -293,7 +296,8 @@ def graph_ms(call: Callable[[], object], budget_ms: float) -> list[float]:
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             call()
-    return [t / GRAPH_CALLS for t in common.sample_ms(graph.replay, "cuda", budget_ms)]
+    replays = timing.sample(graph.replay, "cuda", budget_ms)
+    return timing.Samples([ms / GRAPH_CALLS for ms in replays.ms], replays.late)
 
 
 def add_ratios(rows: Sequence[common.Row]) -> None:

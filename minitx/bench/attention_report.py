@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from minitx.bench import _common as common
+from minitx.bench import timing
 from minitx.bench.attention_variants import HOST_PASSES, OURS, START_PASSES
 from minitx.plots import COLOURS
 
@@ -144,6 +145,10 @@ def print_tables(rows: Sequence[CsvRow]) -> None:
         f"{r['kernel']} {r['seq_len']} D {r['head_dim']}: {r['status']}" for r in bad
     ):
         print(text[: common.TABLE_WIDTH])
+    for r in rows:
+        if note := timing.late_note(r):
+            shape = f"{r['batch']}x{r['seq_len']} D {r['head_dim']}"
+            print(f"{r['kernel']} {r['pass']} {shape}: {note}")
 
 
 def plot(csv_path: Path, png_path: Path) -> bool:

@@ -20,9 +20,6 @@ SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Those that know the causal rule of fewer queries than keys, and need no mask, where PyTorch is
-# given its own object for that rule. flash takes no other mask; cuDNN takes no such object.
-LOWER_RIGHT_BACKENDS = ("sdpa-flash", "sdpa-efficient")
 # FlashAttention-2, -3 (forward only) and -4, where their packages are installed: all have a
 # flash_attn_func(q, k, v, causal=...) on [B, S, H, D].
 FLASH_MODULES = {
@@ -147,7 +144,7 @@ def make_variant(kernel: str, case: Case) -> Variant:
     if kernel in SDPA_BACKENDS:
         backend = SDPA_BACKENDS[kernel]
         call = lambda q, k, v: _attention(q, k, v, is_causal, "sdpa")  # noqa: E731
-        if case.has_chunk and kernel in LOWER_RIGHT_BACKENDS:
+        if case.has_chunk and kernel == "sdpa-efficient":
             call = _sdpa_lower_right
         return Variant(call, pinned=lambda: sdpa_kernel(backend))
     if kernel in FLASH_MODULES:
@@ -168,6 +165,8 @@ def _attention(
 
 
 def _sdpa_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Fewer queries than keys without a mask, by PyTorch's own object for that causal rule, which
+    is how this backend is to be asked; `sdpa` asks flash so by itself, and cuDNN takes a mask."""
     # Not at the top: it imports torch.compile's half of PyTorch, and triton.
     from torch.nn.attention.bias import causal_lower_right
 

@@ -8,9 +8,10 @@ and for fewer (--queries): one CSV gives those that it holds rows of. Neighbouri
 same choices become one. Between two measured lengths the shorter one's choices hold up to their
 geometric mean.
 
-A time is the 20th percentile: where the host launches late, which a busy one does at short lengths,
-the median is the host's. Training is the pass `both`, or forward and backward added up in a CSV
-that has none. Of several batches of one length the geometric mean counts.
+A time is the 20th percentile: where a busy host launched late, at short lengths, the median may be
+the host's, in CSVs without a column `late_share` and where that is above a half. Training is the
+pass `both`, or forward and backward added up in a CSV that has none. Of several batches of one
+length the geometric mean counts.
 """
 
 import argparse

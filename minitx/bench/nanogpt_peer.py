@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx import metrics
 from minitx.cli import run_cli
-from minitx.model import GPTConfig, flops_per_token
+from minitx.mfu import mfu
+from minitx.model import GPTConfig
 
 Attention = Literal["sdpa", "flash", "eager"]
 WARMUP_STEPS = 5
@@ -198,7 +199,6 @@ def measure(config: PeerConfig) -> dict:
     )
     with torch.device("meta"):
         parameters = sum(p.numel() for p in NanoGPT(config).parameters())
-    peak = metrics.peak_flops(device)
     return {
         "attention": config.attention,
         "compile": config.compile,
@@ -208,7 +208,7 @@ def measure(config: PeerConfig) -> dict:
         "parameters": parameters,
         "loss": loss.item(),
         "tok_per_s": tok_per_s,
-        "mfu": None if peak is None else tok_per_s * flops_per_token(model, config.context) / peak,
+        "mfu": mfu(device, model, config.context, tok_per_s),
         "peak_gib": metrics.peak_memory_gib(device),
     }
 

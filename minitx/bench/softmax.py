@@ -4,7 +4,23 @@ Each result is first checked on some rows against float64, then timed. What coun
 the bytes that must move: forward one read and one write of the tensor, backward two reads and one
 write, causal rows read only where they are visible; beside it stands what a plain copy reaches on
 the same machine. Writes softmax.csv and softmax.png to --out_dir and prints tables, one of them of
-what the causal rule saves in time.
+what the causal rule saves in time. Runs are timed as those of attention are, whose --help says how.
+
+Columns of softmax.csv, a row for each kernel, tensor and direction:
+
+    kernel, dtype, direction, is_causal
+    rows, columns           of the tensor; a causal one is of square matrices
+    bytes                   that must move, read and written
+    status                  ok, or why there are no figures
+    median_ms, p20_ms, p80_ms   of a call: the median run, 20th and 80th percentile
+    late_share              of the runs, the part that the host launched late; above 0.5 they count
+    tb_per_s                bytes by the median, in 1e12 a second
+    first_call_s            seconds of the first call, with its compiles where nothing is cached
+    peak_gib                that a call allocates at its peak beyond what was allocated before
+    max_error, error_budget against float64: the worst of result and gradient, and how much is
+                            allowed
+    copy_tb_per_s           what a copy on this machine reads and writes, likewise
+    device, torch, triton, tilelang, commit     where the row comes from
 """
 
 from collections.abc import Callable
@@ -15,8 +31,9 @@ import torch
 from tqdm import tqdm
 
 from minitx.bench import _common as common
-from minitx.bench import softmax_report
+from minitx.bench import softmax_report, timing
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
+from minitx.config import refuse_nothing
 from minitx.kernels import SOFTMAX_KERNELS, softmax, softmax_reference, supports_softmax
 from minitx.kernels.reference import causal_mask
 from minitx.metrics import is_out_of_memory
@@ -30,6 +47,7 @@ MEASURED = (
     "median_ms",
     "p20_ms",
     "p80_ms",
+    "late_share",
     "tb_per_s",
     "first_call_s",
     "peak_gib",
@@ -216,8 +234,8 @@ def _measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Ro
         graph.append(function(x))  # torch.compile compiles its forward anew for a gradient
         return backward()
 
-    first_call = {"forward": common.first_call_seconds(forward, case.device)}
-    first_call["backward"] = common.first_call_seconds(first_backward, case.device)
+    first_call = {"forward": timing.first_call_seconds(forward, case.device)}
+    first_call["backward"] = timing.first_call_seconds(first_backward, case.device)
     first_call["both"] = first_call["forward"] + first_call["backward"]
     error, budget = check_rows(case, x, dy, graph[0], backward())
     checked = {"max_error": error, "error_budget": budget}
@@ -226,15 +244,15 @@ def _measure_kernel(kernel: str, case: Case, budget_ms: float) -> list[common.Ro
     rows = []
     for direction, call in (("forward", forward), ("backward", backward), ("both", both)):
         peak = common.peak_gib(call, case.device)
-        timing = common.measure(call, case.device, budget_ms)
-        rate = common.terabytes_per_s(case.bytes_that_must_move(direction), timing.median_ms)
+        measured = timing.measure(call, case.device, budget_ms)
+        rate = common.terabytes_per_s(case.bytes_that_must_move(direction), measured.median_ms)
         rows.append(
             _row(
                 kernel,
                 case,
                 direction,
                 "ok",
-                **vars(timing),
+                **vars(measured),
                 tb_per_s=rate,
                 first_call_s=first_call[direction],
                 peak_gib=peak,
@@ -263,18 +281,19 @@ def _row(kernel: str, case: Case, direction: str, status: str, **measured) -> co
 
 def run(config: SoftmaxBenchConfig) -> int:
     device = common.check_device(config.device)
+    refuse_nothing({"--budget_ms": config.budget_ms})
     kernels = _kernels(config, device)
     for dtype in config.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"--dtypes: unknown '{dtype}'; expected any of {', '.join(DTYPES)}")
     widths = config.widths or WIDTHS[device]
-    elements = config.elements or ELEMENTS[device]
+    elements = ELEMENTS[device] if config.elements is None else config.elements
     if min([*widths, elements]) < 1:
         raise ValueError("--widths and --elements must be 1 or more")
     csv_path, png_path = config.out_dir / "softmax.csv", config.out_dir / "softmax.png"
     common.refuse_to_overwrite([csv_path, png_path], config.overwrite)
 
-    copy = common.copy_bandwidth(device, config.budget_ms)
+    copy = timing.copy_bandwidth(device, config.budget_ms)
     about = {"copy_tb_per_s": copy, **common.environment_columns(device)}
     print(f"{about['device']}: copy {copy:.3g} TB/s, read and written")
     cases = [
@@ -291,6 +310,9 @@ def run(config: SoftmaxBenchConfig) -> int:
         common.write_csv(csv_path, rows)  # what is measured is kept, whatever comes after
     for title, header, lines in softmax_report.tables(rows):
         print(f"\n{title}\n{common.format_table(header, lines)}")
+    for r in rows:
+        if note := timing.late_note(r):
+            print(f"{r['kernel']} {r['dtype']} {r['direction']} {r['columns']}: {note}")
     softmax_report.plot(csv_path, png_path)
     print(f"\nwrote {csv_path} and {png_path}")
     return EXIT_PARITY_FAILED if _report_failures(rows) else 0

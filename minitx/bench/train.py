@@ -24,7 +24,7 @@ from minitx import plots
 from minitx.bench import _common as common
 from minitx.bench.processes import exit_on_sigterm, run_process
 from minitx.cli import EXIT_PARITY_FAILED, parse_config, run_cli
-from minitx.config import TrainConfig
+from minitx.config import TrainConfig, refuse_nothing
 from minitx.kernels import ATTENTION_KERNELS
 from minitx.trainer import resolve_dtype
 
@@ -283,6 +283,7 @@ def plot(config: TrainBenchConfig, rows: list[common.Row], shapes: list[Shape]) 
 
 def run(config: TrainBenchConfig) -> int:
     device = common.check_device(config.device)
+    refuse_nothing({"--timeout_s": config.timeout_s})
     kernels, peers = check_names(config, device)
     if config.max_steps < 1 or config.compare_steps < 0:
         raise ValueError("--max_steps must be 1 or more, and --compare_steps 0 or more")
