@@ -69,7 +69,7 @@ from minitx.kernels.tilelang_runtime import get_kernel, get_kernels
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 # Up to so many the backward for Hopper has blocks that stay, which hides what a task begins and
 # ends with (measured: benchmarks/NOTES.md). Of more queries that is little.
-FEW_QUERIES = 4096
+FEW_QUERIES = 8192
 
 
 def tilelang_attention(

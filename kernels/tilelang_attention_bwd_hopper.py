@@ -18,8 +18,8 @@ step does. The warpgroups that compute are half a trip of the loop apart, so tha
 products while the other exponentiates. In a trip, each will
 
     issue dq of the last tile, of which by now both have shared ds, and s; wait for dq
-    hand dq over, beside s, and the first one lets the second go; issue dp
-    wait for s; exponentiate it, beside dp
+    put dq down, beside s, and the first one lets the second go; issue dp
+    tell dq's adder; wait for s; exponentiate it, beside dp
     issue dv; wait for dp; make ds, beside dv; issue dk; share ds
     and the second one lets the first go; wait for dv and dk
 
@@ -332,6 +332,7 @@ def build_attention_bwd_hopper(
             else:
                 T.set_max_nreg(240, 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(tx))
+                thread = T.alloc_var("int32", init=wgmma.hold(tx))
                 m = T.alloc_var("int32", init=0)
                 head = T.alloc_var("int32", init=0)  # of the group; both are counted, not divided
                 passed = T.alloc_var("int32", init=0)  # steps; what follows is counted so, too
@@ -366,25 +367,41 @@ def build_attention_bwd_hopper(
                     ends = (first_until, last_from)
                     while passed < end:
                         other = passed % DOUT_STAGES
+                        T.barrier_wait(q_full[stage], phase)
                         call("wait_to_go", GO + warpgroup)
                         # In the first trip of nothing, for nobody: where a product is issued under
                         # a condition, ptxas awaits every product at once (C7515).
                         trip.issue_dq(ds_tile, (passed + 1) % 2, k_tile, dq_acc, warpgroup)
-                        T.barrier_wait(q_full[stage], phase)
                         trip.issue_scores(k_tile, q_tile, stage, scores, warpgroup)
-                        await_product(1, dq_acc)
-                        if passed > start:
-                            before = T.Select(stage == 0, ADDERS - 1, stage - 1)
-                            by = (passed - 1, before, warpgroup)
-                            trip.hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale)
-                        call("let_go", 1 - warpgroup, GO + 1)
                         T.barrier_wait(dout_full[other], passed // DOUT_STAGES % 2)
+                        if HEAD_DIM == 128:
+                            trip.read_stats(lse, stats_tile, other, 0, 0, BLOCK_M, thread)
+                        if passed > start:
+                            T.barrier_wait(dq_free[warpgroup], (passed - 1) % 2)
+                        await_product(1, dq_acc)
+                        before = T.Select(stage == 0, ADDERS - 1, stage - 1)
+                        if passed > start:
+                            of = passed - 1
+                            trip.put_dq(dq_acc, dq_16, dq_tiles, of, ends, scale, True, thread)
+                            if HEAD_DIM == 64:
+                                trip.tell_adder(before, warpgroup)
+                        call("let_go", 1 - warpgroup, GO + 1)
+                        if HEAD_DIM == 64:  # half: there are no registers for all
+                            trip.read_stats(lse, stats_tile, other, 0, 0, 64, thread)
                         trip.issue_scores(v_tile, dout_tile, other, dp, warpgroup)
-                        trip.await_scores(1, scores, lse, stats_tile, other, 0)
+                        if (HEAD_DIM == 128) & (passed > start):
+                            trip.tell_adder(before, warpgroup)
+                        await_product(1, scores)
+                        if HEAD_DIM == 64:
+                            trip.read_stats(lse, stats_tile, other, 0, 64, 64, thread)
                         trip.exponentiate(scores, p, lse, qk_scale, m * BLOCK_M, n_start)
                         trip.add_product(dv_acc, p, dout_tile, other)
-                        trip.await_scores(1, dp, delta, stats_tile, other, 1)
-                        trip.differentiate(scores, dp, delta, ds, ds_tile, passed % 2)
+                        if HEAD_DIM == 128:
+                            trip.read_stats(delta, stats_tile, other, 1, 0, BLOCK_M, thread)
+                        await_product(1, dp)
+                        if HEAD_DIM == 64:
+                            trip.read_stats(delta, stats_tile, other, 1, 0, BLOCK_M, thread)
+                        trip.differentiate(scores, dp, delta, ds, ds_tile, passed % 2, thread)
                         trip.add_product(dk_acc, ds, q_tile, stage)
                         wgmma.fence_stores()
                         call("let_go", warpgroup, GO)
@@ -403,11 +420,12 @@ def build_attention_bwd_hopper(
                     call("wait_to_go", GO + warpgroup)
                     call("let_go", 1 - warpgroup, GO + 1)
                     trip.issue_dq(ds_tile, (passed - 1) % 2, k_tile, dq_acc, warpgroup)
+                    T.barrier_wait(dq_free[warpgroup], (passed - 1) % 2)
                     await_product(0, dq_acc)
                     release(k_free, 0)
-                    before = T.Select(stage == 0, ADDERS - 1, stage - 1)
-                    by = (passed - 1, before, warpgroup)
-                    trip.hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale)
+                    # Hidden here too, dq_rounded would seem to be read and never written.
+                    trip.put_dq(dq_acc, dq_16, dq_tiles, passed - 1, ends, scale, False, thread)
+                    trip.tell_adder(T.Select(stage == 0, ADDERS - 1, stage - 1), warpgroup)
                     kv_head = task[served % 2, HEAD]
                     batch = task[served % 2, BATCH]
                     T.sync_warp()

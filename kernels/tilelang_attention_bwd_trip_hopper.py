@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0
-from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
+from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, hand_half
 from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
 BLOCK_N = 128  # keys
@@ -40,6 +40,16 @@ __device__ __forceinline__ int take_task(long long counter) {
   int number = 0;
   if (threadIdx.x % 32 == 0) number = atomicAdd(reinterpret_cast<int *>(counter), 1);
   return __shfl_sync(~0u, number, 0);
+}
+template <int first, int queries>
+__device__ __forceinline__ void read_own(float *registers, const void *numbers, int thread) {
+  const float2 *own = static_cast<const float2 *>(numbers) + thread % 4;
+#pragma unroll
+  for (int i = first / 8; i < first / 8 + queries / 8; ++i) {
+    float2 pair = own[i * 4];
+    registers[i * 2] = pair.x;
+    registers[i * 2 + 1] = pair.y;
+  }
 }
 template <int count>
 __device__ __forceinline__ void forget(float *registers) {
@@ -84,10 +94,11 @@ class Trip(NamedTuple):
     issue_scores: Any
     issue_dq: Any
     add_product: Any
-    await_scores: Any
+    read_stats: Any
     exponentiate: Any
     differentiate: Any
-    hand_over: Any
+    put_dq: Any
+    tell_adder: Any
     store: Any
 
 
@@ -155,18 +166,12 @@ def make_macros(shape: Shape) -> Trip:
         return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
 
     @T.macro
-    def read_stats(stats, stats_tile, stage, which):
-        for i in T.Parallel(BLOCK_M):
-            stats[i] = stats_tile[stage, which, i]
-
-    @T.macro
-    def await_scores(pending, tile, stats, stats_tile, stage, which):
-        """s and lse, or dp and delta: these ahead, where there are registers for them."""
-        if HEAD_DIM == 128:
-            read_stats(stats, stats_tile, stage, which)
-        await_product(pending, tile)
-        if HEAD_DIM == 64:
-            read_stats(stats, stats_tile, stage, which)
+    def read_stats(stats, stats_tile, stage, which, first, count, thread):
+        """lse (0) or delta (1) of `count` queries of a tile from `first` on: a thread's own, as
+        `by_query` says. It counts where they are read: reads wait until the products that were
+        issued before have begun."""
+        numbers = stats_tile.access_ptr("r", offset=(stage * 2 + which) * BLOCK_M)
+        call(f"read_own<{first}, {count}>", stats.data, numbers, thread)
 
     @T.macro
     def exponentiate(scores, p, lse, qk_scale, m_start, n_start):
@@ -185,20 +190,21 @@ def make_macros(shape: Shape) -> Trip:
         T.copy(scores, p)
 
     @T.macro
-    def differentiate(scores, dp, delta, ds, ds_tile, buffer):
+    def differentiate(scores, dp, delta, ds, ds_tile, buffer, thread):
         """ds, and to shared memory, for both warpgroups; a fence is wanted before they are told."""
         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
             dp[j, i] = scores[j, i] * (dp[j, i] - delta[i])
         T.copy(dp, ds)
-        wgmma.store_own_rows(ds, ds_tile, buffer, is_hidden=True)
+        wgmma.store_own_rows(ds, ds_tile, buffer, True, thread)
 
     @T.macro
-    def hand_over(dq_acc, dq_16, dq_tiles, dq_free, by, ends, scale):
-        """dq_acc to a step's adder; by the last of those who add, dq."""
+    def put_dq(dq_acc, dq_16, dq_tiles, step, ends, scale, is_hidden, thread):
+        """dq_acc to where a step's adder takes it from, which is free; by the last of those who
+        add, dq. The adder is to be told.
+
+        is_hidden: from TileLang, as `store_own_rows` says."""
         dq_tile, dq_rounded = dq_tiles
-        step, adder, warpgroup = by
         first_until, last_from = ends
-        T.barrier_wait(dq_free[warpgroup], step % 2)
         if step >= last_from:
             if step >= first_until:
                 for i, d in T.Parallel(128, 64):
@@ -206,9 +212,12 @@ def make_macros(shape: Shape) -> Trip:
             for i, d in T.Parallel(128, 64):
                 dq_acc[i, d] *= scale
             T.copy(dq_acc, dq_16)
-            wgmma.store_own_rows(dq_16, dq_rounded, 0)
+            wgmma.store_own_rows(dq_16, dq_rounded, 0, is_hidden, thread)
         else:
-            T.copy(dq_acc, dq_tile)
+            hand_half(dq_acc, dq_tile, thread)
+
+    @T.macro
+    def tell_adder(adder, warpgroup):
         wgmma.fence_stores()
         call("hand_in", FULL + adder * 2 + warpgroup)
 
@@ -235,9 +244,10 @@ def make_macros(shape: Shape) -> Trip:
         issue_scores,
         issue_dq,
         add_product,
-        await_scores,
+        read_stats,
         exponentiate,
         differentiate,
-        hand_over,
+        put_dq,
+        tell_adder,
         store,
     )

@@ -37,6 +37,12 @@ HALF = DQ_TILE // 2  # of a warpgroup: 64 queries by 64 columns
 BYTES = HALF * 4
 
 HELPERS = r"""
+__device__ __forceinline__ void hand_half(float *tile, const float *half, int thread) {
+  float2 *to = reinterpret_cast<float2 *>(tile) + thread / 128 * 2048 + thread % 128;
+#pragma unroll
+  for (int pair = 0; pair < 16; ++pair)
+    to[pair * 128] = reinterpret_cast<const float2 *>(half)[pair];
+}
 __device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
   unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -64,6 +70,12 @@ __device__ __forceinline__ void end_turn(int *turn, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(turn), "r"(value) : "memory");
 }
 """
+
+
+def hand_half(dq_acc: Any, dq_tile: Any, thread: Any) -> Any:
+    """A warpgroup's part, in its threads' registers, to its half of dq_tile. Hidden from TileLang,
+    which would fence ahead of the next product, whatever that reads: the caller is to fence."""
+    return _call("hand_half", dq_tile.access_ptr("r"), dq_acc.data, thread)
 
 
 def wait_turn(turns: Any, row: Any, value: Any) -> Any:

@@ -33,9 +33,10 @@ __device__ __forceinline__ void describe(Descriptor &descriptor, const void *til
   descriptor.desc_ = upper << 32 | ((leading << 16) + (start >> 4));
 }
 template <int panel, int columns>
-__device__ __forceinline__ void store_own_rows(void *tile, const void *registers) {
+__device__ __forceinline__ void store_own_rows(void *tile, const void *registers,
+                                               unsigned thread = threadIdx.x) {
   const unsigned *words = static_cast<const unsigned *>(registers);
-  unsigned lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+  unsigned lane = thread % 32, row = thread / 32 * 16 + lane % 16;
   unsigned start = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + row * 128;
   start += (lane / 16 ^ row % 8) * 16;
 #pragma unroll
@@ -144,12 +145,23 @@ def issue_product(sums: Any, a: Any, b: Operand, depth: int, clear: bool = False
     return issue(sums)
 
 
-def store_own_rows(fragment: Any, tile: Any, stage: Any, is_hidden: bool = False) -> Any:
+def hold(index: Any) -> Any:
+    """A thread's index, for a variable: kept in a register. threadIdx is read anew wherever it is
+    used, which waits until the products that were issued before have begun."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "read_anew", index)  # type: ignore[attr-defined]
+
+
+def store_own_rows(
+    fragment: Any, tile: Any, stage: Any, is_hidden: bool = False, thread: Any = None
+) -> Any:
     """A fragment of 16 bits, 64 rows a warpgroup, to tile[stage]: four 8 x 8 matrices at a time.
 
     `T.copy` does that for tiles without stages alone, and stores 4 bytes at a time elsewhere.
 
-    is_hidden: from TileLang, which would fence ahead of the next product, whatever that reads."""
+    is_hidden: from TileLang, which would fence ahead of the next product, whatever that reads.
+    thread: its index, if that is held."""
     import tilelang.language as T
 
     rows, columns = (int(extent) for extent in fragment.shape)
@@ -158,7 +170,8 @@ def store_own_rows(fragment: Any, tile: Any, stage: Any, is_hidden: bool = False
         start = tile.access_ptr("r", offset=stage * (rows * columns))
     else:
         start = T.address_of(tile[stage, 0, 0])
-    arguments = (function, start, fragment.data)
+    held = () if thread is None else (thread,)
+    arguments = (function, start, fragment.data, *held)
     return T.evaluate(T.call_extern("void", *arguments))  # type: ignore[attr-defined]
 
 

@@ -240,9 +240,9 @@ def test_two_launches_make_a_backward_for_hopper(hopper_launches, poisoned_memor
     ("Sq", "heads", "num_blocks"),
     [
         (1024, 2, 3),  # 4 tiles of 128 keys; there are 3 multiprocessors
-        (4096, 2, 3),
+        (8192, 2, 3),
         (1024, 1, 2),  # no more blocks than tasks
-        (4097, 2, 4),  # a block for each task
+        (8193, 2, 4),  # a block for each task
         (16384, 2, 4),
     ],
 )
