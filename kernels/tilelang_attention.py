@@ -7,7 +7,9 @@ probabilities from lse (`tilelang_attention_bwd.py`). On Hopper 16-bit inputs ta
 is scheduled by hand (`tilelang_attention_fwd_hopper.py`), and in widths 64 and 128 a backward that
 makes the scores once for all three gradients (`tilelang_attention_bwd_hopper.py`). One that is
 asked for some of them alone takes the kernels for all GPUs: each way gives the same bits every
-time, but not those of the other.
+time, but not those of the other. Where queries are few and keys are many, blocks share out the keys
+and a second launch puts together what they give (`tilelang_attention_shared.py`): by the lengths
+alone, so that a row's bits are the same in every batch.
 
 A kernel is compiled for each dtype, `is_causal` and width of head, never for a length: sizes and
 strides are run-time arguments. Heads are padded on chip to the next width that there are tiles for
@@ -45,24 +47,25 @@ from minitx.kernels.tilelang_attention_bwd_trip_hopper import BLOCK_N
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper
+from minitx.kernels.tilelang_attention_memory import (
+    ALIGNMENT,
+    as_rows,
+    bring_back,
+    is_in_place,
+    without_repeats,
+)
+from minitx.kernels.tilelang_attention_shared import SharedLaunch, count_shares_of
 from minitx.kernels.tilelang_attention_tiles import (
     MANY_KEYS,
     choose_hopper_fwd_tiles,
     choose_tiles,
     has_tma,
-    padded_head_dim,
+    kernel_key,
     takes_hopper_kernels,
 )
 from minitx.kernels.tilelang_products import exponent_scale
 from minitx.kernels.tilelang_runtime import get_kernel, get_kernels
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-ALIGNMENT = 16  # bytes, of every row that TMA fetches
-MAX_STRIDE = 2**37  # elements: TMA counts to 2^40 bytes; none but that of a dim of one is larger
 STATS_TILE = 128  # rows; every BLOCK_M of the kernels that read them divides it
 # Up to so many the backward for Hopper has blocks that stay, which hides what a task begins and
 # ends with (measured: benchmarks/NOTES.md). Of more queries that is little.
@@ -80,67 +83,12 @@ def tilelang_attention(
     return _attention(q, k, v, is_causal, scale)
 
 
-def _is_fetchable(strides: tuple[int, ...], t: torch.Tensor) -> bool:
-    """Whether TMA can fetch the rows of t [B, H, S, D], if its strides are these: contiguous,
-    aligned, none repeated."""
-    b, h, s, d = strides
-    unit = ALIGNMENT // t.element_size()
-    in_range = 0 < b < MAX_STRIDE and 0 < h < MAX_STRIDE and 0 < s < MAX_STRIDE
-    # unit is a power of two: it divides each of three numbers if it divides their bits put together
-    return in_range and d == 1 and (b | h | s) % unit == 0 and t.data_ptr() % ALIGNMENT == 0
-
-
-def _as_rows(t: torch.Tensor, *, keep: bool = True) -> torch.Tensor:
-    """t as a kernel can take it: a view of it, or in its place aligned memory, with t's values if
-    they are to be kept."""
-    if not t.is_cuda or _is_fetchable(t.stride(), t):
-        return t
-    *outer, D = t.shape
-    unit = ALIGNMENT // t.element_size()
-    width = -(-D // unit) * unit
-    # A dim of one may have any stride, which TMA would check all the same.
-    strides = [t.stride(dim) if size > 1 else width for dim, size in enumerate(outer)]
-    strides.append(t.stride(3))
-    if _is_fetchable(tuple(strides), t):
-        return t.as_strided(t.shape, strides)
-    rows = t.new_empty((*outer, width))[..., :D]
-    return rows.copy_(t) if keep else rows
-
-
-def _without_repeats(t: torch.Tensor) -> torch.Tensor:
-    """k or v with one batch or head in place of the many of an expanded view."""
-    b, h, _, _ = t.stride()
-    if b == 0:
-        t = t.narrow(0, 0, 1)
-    if h == 0:
-        t = t.narrow(1, 0, 1)
-    return _as_rows(t)
-
-
-def _is_in_place(*tensors: torch.Tensor) -> bool:
-    """Whether kernels take all of these as they are: `_as_rows` and `_without_repeats` would give
-    the same back."""
-    return all(
-        _is_fetchable(t.stride(), t) if t.is_cuda else 0 not in t.stride()[:2] for t in tensors
-    )
-
-
-def _bring_back(rows: torch.Tensor, t: torch.Tensor) -> None:
-    """What a kernel wrote to `_as_rows(t, keep=False)` to t itself, if that is elsewhere."""
-    if rows is not t and rows.data_ptr() != t.data_ptr():
-        t.copy_(rows)
-
-
-def _key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
-
-
 @functools.cache
 def _fwd_request(
     D: int, dtype: torch.dtype, device: torch.device, is_causal: bool, has_many_keys: bool
 ) -> tuple[Any, dict[str, Any]]:
     """The forward's builder and key."""
-    key = {**_key(D, dtype, device), "IS_CAUSAL": is_causal}
+    key = {**kernel_key(D, dtype, device), "IS_CAUSAL": is_causal}
     if takes_hopper_kernels(dtype, device):
         tiles = choose_hopper_fwd_tiles(D, has_many_keys)
         return build_attention_fwd_hopper, {**key, **tiles._asdict()}
@@ -174,7 +122,7 @@ def _bwd_requests(
     needs: tuple[bool, ...],
 ) -> list[tuple[Any, dict[str, Any]]]:
     """Builders and keys of what a backward runs that needs some of dq, dk and dv."""
-    key = _key(D, dtype, device)
+    key = kernel_key(D, dtype, device)
 
     def tiled(name: str, **flags: bool) -> dict[str, Any]:
         tiles = choose_tiles(name, D, dtype, device)
@@ -201,12 +149,42 @@ class Forward:
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
     ) -> None:
-        (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
         out, lse = empty_outputs(q)
         self.out, self.lse = Empty.like(out), Empty.like(lse)
-        self.reads_in_place = _is_in_place(q, k, v, out)
+        self.reads_in_place = is_in_place(q, k, v, out)
+        num_shares = count_shares_of(q, k)
+        if num_shares > 1:
+            self.launch = SharedLaunch(q, k, is_causal, scale, num_shares)
+        else:
+            wanted = tuple(t.requires_grad for t in (q, k, v))
+            self.launch = Launch(q, k, is_causal, scale, wanted)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.out.make(), self.lse.make()
+        if self.reads_in_place:
+            self.launch(q, k, v, out, lse)
+            return out, lse
+        out_rows = as_rows(out, keep=False)
+        self.launch(as_rows(q), without_repeats(k), without_repeats(v), out_rows, lse)
+        bring_back(out_rows, out)
+        return out, lse
+
+
+class Launch:
+    """Of the forward whose blocks read all keys of their queries."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        (B, Hq, Sq, D), (Hkv, Skv) = q.shape, k.shape[1:3]
         build, key = _fwd_request(D, q.dtype, q.device, is_causal, Skv >= MANY_KEYS)
-        wanted = tuple(t.requires_grad for t in (q, k, v))
 
         def soon():
             return _soon_requests(D, q.dtype, q.device, is_causal, wanted)
@@ -219,19 +197,7 @@ class Forward:
             self.is_counted = B * Hq * -(-Sq // key["BLOCK_M"]) > num_blocks
             self.numbers = (0, *self.numbers, num_blocks)
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.out.make(), self.lse.make()
-        if self.reads_in_place:
-            self._launch(q, k, v, out, lse)
-            return out, lse
-        out_rows = _as_rows(out, keep=False)
-        self._launch(_as_rows(q), _without_repeats(k), _without_repeats(v), out_rows, lse)
-        _bring_back(out_rows, out)
-        return out, lse
-
-    def _launch(self, q, k, v, out, lse) -> None:
+    def __call__(self, q, k, v, out, lse) -> None:
         if self.is_counted:
             # Of this call alone, and zeroed on its stream: calls on several streams do not meet.
             taken = lse.new_zeros(1, dtype=torch.int32)
@@ -281,7 +247,7 @@ class Backward:
         self.grads = [Empty.like(grad) for grad in grads]
         self.needs = tuple(needs)
         written = [grad for grad, needed in zip(grads, needs, strict=True) if needed]
-        self.is_in_place = _is_in_place(q, k, v, out, dout, *written)
+        self.is_in_place = is_in_place(q, k, v, out, dout, *written)
         requests = _bwd_requests(D, q.dtype, device, is_causal, dlse is not None, self.needs)
         names = [build for build, _ in requests]
         self.kernels = dict(zip(names, get_kernels(device, requests), strict=True))
@@ -319,13 +285,13 @@ class Backward:
             self._launch(dout, dlse, q, k, v, out, lse, *grads)
             return grads
         rows = [
-            _as_rows(grad, keep=False) if needed else grad
+            as_rows(grad, keep=False) if needed else grad
             for grad, needed in zip(grads, self.needs, strict=True)
         ]
-        inputs = (_as_rows(q), _without_repeats(k), _without_repeats(v), _as_rows(out))
-        self._launch(_as_rows(dout), dlse, *inputs, lse, *rows)
+        inputs = (as_rows(q), without_repeats(k), without_repeats(v), as_rows(out))
+        self._launch(as_rows(dout), dlse, *inputs, lse, *rows)
         for row, grad in zip(rows, grads, strict=True):
-            _bring_back(row, grad)
+            bring_back(row, grad)
         return grads
 
     def _launch(self, dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:

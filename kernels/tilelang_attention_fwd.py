@@ -23,10 +23,12 @@ from typing import Any
 
 from minitx.kernels.tilelang_products import (
     compiler_options,
+    count_share,
     lay_out,
     make_base,
     make_gemm,
     make_tensor,
+    part_tensors,
     place,
     row_tensor,
     sizes,
@@ -47,12 +49,16 @@ def build_attention_fwd(
     BLOCK_N: int,
     num_stages: int,
     threads: int,
+    IS_SHARED: bool = False,
 ) -> Any:
     """out [B, Hq, Sq, D] and lse [B, Hq, Sq] from q [B, Hq, Sq, D], k and v [B, Hkv, Skv, D].
 
     k and v may have one batch or one head for all: Bk, Hk, Bv or Hv is then 1. group is Hq // Hkv,
     qk_scale `exponent_scale(scale, dtype)`. HEAD_DIM is D or more: columns from D on are read as 0
     and not written.
+
+    IS_SHARED: each block reads a share of the keys, and in place of out and lse come the parts and
+    stats that `tilelang_attention_merge.py` makes them of.
     """
     import tilelang.language as T
 
@@ -61,6 +67,8 @@ def build_attention_fwd(
     tensor = make_tensor(lang, dtype)
     B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
+    P = sizes("P")[0] if IS_SHARED else B
+    parts, stats = part_tensors(P, Hq, Sq, HEAD_DIM)
     minus_inf = -T.infinity("float32")
     # nvcc would fuse a product with the subtraction of the maximum that follows, and leave in the
     # exponent what the rounding of the maximum lost: thousands, for scores of 1e11.
@@ -71,13 +79,13 @@ def build_attention_fwd(
         q: tensor("q", B, Hq, Sq),
         k: tensor("k", Bk, Hk, Skv),
         v: tensor("v", Bv, Hv, Skv),
-        out: tensor("out", B, Hq, Sq),
-        lse: row_tensor("lse", B, Hq, Sq),
+        out: parts if IS_SHARED else tensor("out", B, Hq, Sq),
+        lse: stats if IS_SHARED else row_tensor("lse", B, Hq, Sq),
         group: T.int32,
         qk_scale: T.float32,
     ):
         T.annotate_pass_configs(compiler_options(dtype, num_stages))
-        with T.Kernel(B * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads) as block:
+        with T.Kernel(P * Hq * T.ceildiv(Sq, BLOCK_M), threads=threads) as block:
             q_tile = lang.shared((BLOCK_M, HEAD_DIM), dtype)
             k_tile = lang.shared((BLOCK_N, HEAD_DIM), dtype)
             v_tile = lang.shared((BLOCK_N, HEAD_DIM), dtype)
@@ -93,7 +101,10 @@ def build_attention_fwd(
             lay_out(lang, dtype, threads, scores, acc)
 
             num_m = T.ceildiv(Sq, BLOCK_M)
-            tile, head, batch = place(block, num_m, Hq)
+            tile, head, part = place(block, num_m, Hq)
+            share = count_share(T.ceildiv(Skv, BLOCK_N), P, B) if IS_SHARED else 0
+            batch = T.truncmod(part, B) if IS_SHARED else part
+            first_n = T.truncdiv(part, B) * share if IS_SHARED else 0
             m_start = (num_m - 1 - tile) * BLOCK_M  # the last queries have most keys: they go first
             kv_head = T.truncdiv(head, group)
             k_batch, k_head = T.min(batch, Bk - 1), T.min(kv_head, Hk - 1)
@@ -107,9 +118,12 @@ def build_attention_fwd(
             T.fill(acc, 0)
             T.fill(row_sum, 0)
             T.fill(row_max, minus_inf)
+            num_n = T.ceildiv(last_end, BLOCK_N)
+            if IS_SHARED:
+                num_n = T.min(num_n - first_n, share)
             # One tile at least: a block that left at once would leave q_tile's copy in flight.
-            for n in T.Pipelined(T.max(T.ceildiv(last_end, BLOCK_N), 1), num_stages=num_stages):
-                n_start = n * BLOCK_N
+            for n in T.Pipelined(T.max(num_n, 1), num_stages=num_stages):
+                n_start = (first_n + n) * BLOCK_N
                 T.copy(k[k_batch, k_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], k_tile)
                 gemm(q_tile, k_tile, scores, transpose_B=True, clear=True)
                 for i, j in lang.each(BLOCK_M, BLOCK_N):
@@ -135,12 +149,19 @@ def build_attention_fwd(
                 T.copy(scores, p)
                 T.copy(v[v_batch, v_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], v_tile)
                 gemm(p, v_tile, acc)
-            for i, d in lang.each(BLOCK_M, HEAD_DIM):
-                acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d] / row_sum[i])
-            T.copy(acc, q_tile)
-            T.copy(q_tile, out[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
-            for i in lang.each(BLOCK_M):
-                row_max[i] = (row_max[i] + base.log(row_sum[i])) / base.log_e
-            T.copy(row_max, lse[batch, head, m_start : m_start + BLOCK_M])
+            if IS_SHARED:
+                for i, d in lang.each(BLOCK_M, HEAD_DIM):
+                    acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d])
+                T.copy(acc, out[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
+                T.copy(row_max, lse[part, head, m_start : m_start + BLOCK_M, 0])
+                T.copy(row_sum, lse[part, head, m_start : m_start + BLOCK_M, 1])
+            else:
+                for i, d in lang.each(BLOCK_M, HEAD_DIM):
+                    acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d] / row_sum[i])
+                T.copy(acc, q_tile)
+                T.copy(q_tile, out[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
+                for i in lang.each(BLOCK_M):
+                    row_max[i] = (row_max[i] + base.log(row_sum[i])) / base.log_e
+                T.copy(row_max, lse[batch, head, m_start : m_start + BLOCK_M])
 
     return attention_fwd

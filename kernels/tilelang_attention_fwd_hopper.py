@@ -42,24 +42,23 @@ from typing import Any
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels import tilelang_work_hopper as work_hopper
 from minitx.kernels.tilelang_consumer_hopper import (
-    WARPGROUP,
     Consumer,
     Registers,
     make_consumer,
-    multiplies_by_hand,
 )
-from minitx.kernels.tilelang_products import make_tensor, row_tensor, sizes
+from minitx.kernels.tilelang_products import make_tensor, part_tensors, row_tensor, sizes
 from minitx.kernels.tilelang_runtime import Language
 from minitx.kernels.tilelang_scores_hopper import alloc_stats, make_scale
-from minitx.kernels.tilelang_work_hopper import Barriers, Buffers, Grid, Sizes
+from minitx.kernels.tilelang_wgmma import multiplies_by_hand
+from minitx.kernels.tilelang_work_hopper import WARPGROUP, Barriers, Buffers, Grid, Sizes
 
 # The annotations of a prim_func are values, not types:
 # pyright: reportInvalidTypeForm=false
 
 # Registers of a thread by warpgroups of consumers: with 128 threads of the producer they fit in
 # what the block starts with, 65536 by its threads, in units of 8.
-CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}
-PRODUCER_REGISTERS = {2: 40, 3: 32, 4: 32}
+CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
+PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32, 4: 32}
 
 
 def build_attention_fwd_hopper(
@@ -72,13 +71,14 @@ def build_attention_fwd_hopper(
     BLOCK_N: int,
     num_stages: int,
     threads: int,
+    IS_SHARED: bool = False,
 ) -> Any:
     """Arguments and results as in `build_attention_fwd`, for 16-bit inputs whose rows TMA can
     fetch. `threads` are those of the consumers, 128 for every 64 queries.
 
     The kernel takes two more arguments: `taken`, the address of an int32 0 that no other call uses
     meanwhile, to count the tiles that blocks took, or 0 where there are no more tiles than
-    multiprocessors; and how many of those there are.
+    multiprocessors, or IS_SHARED; and how many of those there are.
     """
     import tilelang.language as T
 
@@ -88,7 +88,10 @@ def build_attention_fwd_hopper(
     tensor = make_tensor(lang, dtype)
     B, Hq, Sq, Skv = sizes("B", "Hq", "Sq", "Skv")
     Bk, Hk, Bv, Hv = sizes("Bk", "Hk", "Bv", "Hv")
-    work_sizes = Sizes(IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages, Hq, Sq, Skv)
+    P = sizes("P")[0] if IS_SHARED else B
+    parts, stats = part_tensors(P, Hq, Sq, HEAD_DIM)
+    tiling = (IS_CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, num_stages)
+    work_sizes = Sizes(*tiling, Hq, Sq, Skv, B, P if IS_SHARED else None)
     q_stages = work_sizes.q_stages
     passing = work_hopper.make_passing(work_sizes)
     produce = work_hopper.make_producer(work_sizes, passing)
@@ -99,8 +102,8 @@ def build_attention_fwd_hopper(
         q: tensor("q", B, Hq, Sq),
         k: tensor("k", Bk, Hk, Skv),
         v: tensor("v", Bv, Hv, Skv),
-        out: tensor("out", B, Hq, Sq),
-        lse: row_tensor("lse", B, Hq, Sq),
+        out: parts if IS_SHARED else tensor("out", B, Hq, Sq),
+        lse: stats if IS_SHARED else row_tensor("lse", B, Hq, Sq),
         taken: T.int64,  # a number is handed over sooner than a tensor
         group: T.int32,
         qk_scale: T.float32,
@@ -115,7 +118,7 @@ def build_attention_fwd_hopper(
             }
         )
         num_m = T.ceildiv(Sq, BLOCK_M)
-        tiles = B * Hq * num_m
+        tiles = P * Hq * num_m
         blocks = T.min(tiles, multiprocessors)
         with T.Kernel(blocks, threads=threads + WARPGROUP) as block:
             T.import_source(work_hopper.HELPERS + wgmma.HELPERS)
@@ -130,7 +133,7 @@ def build_attention_fwd_hopper(
             upcoming = T.alloc_local((5,), "int32")
             if multiplies_by_hand(HEAD_DIM):
                 wgmma.lay_out((q_tile, k_tile, v_tile), (scores, p, acc, rounded))
-            stats = alloc_stats(BLOCK_M)
+            maxima = alloc_stats(BLOCK_M)
             total = T.alloc_fragment((BLOCK_M,), "float32")
             lse_tile = T.alloc_fragment((BLOCK_M,), "float32")
             work_full, work_free = T.alloc_barrier([1] * 2), T.alloc_barrier([warps] * 2)
@@ -149,13 +152,13 @@ def build_attention_fwd_hopper(
             if thread >= threads:
                 T.set_max_nreg(PRODUCER_REGISTERS[groups], 0)
                 if thread < threads + 32:
-                    grid = Grid(num_m, B * Hq, tiles, blocks)
+                    grid = Grid(num_m, P * Hq, tiles, blocks)
                     produce(tile, (q, k, v), buffers, barriers, grid, group, taken)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS[groups], 1)
                 warpgroup = T.alloc_var("int32", init=wgmma.warpgroup_of(thread))
                 scale = make_scale(qk_scale)
-                registers = Registers(scores, p, acc, rounded, total, lse_tile, upcoming, stats)
+                registers = Registers(scores, p, acc, rounded, total, lse_tile, upcoming, maxima)
                 parts = (buffers, barriers, registers)
                 consume(out, lse, Consumer(*parts, scale, qk_scale, warpgroup))
 

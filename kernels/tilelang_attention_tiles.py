@@ -1,9 +1,15 @@
 """Sizes of the TileLang attention kernels' tiles, by kernel, head dim, dtype and device."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class Tiles(NamedTuple):
@@ -58,6 +64,20 @@ HOPPER_TILES: Table = {
 # more where many come (all measured, at powers of two: benchmarks/NOTES.md).
 HOPPER_SHORT_TILES = {64: Tiles(256, 64, 4, 512), 128: Tiles(192, 64, 4, 384)}
 MANY_KEYS = 2049
+
+# The forward's where queries are few and keys are shared out (`tilelang_attention_merge.py`): as
+# few as a product takes, with as much in flight as fits, for it is the memory that they wait for.
+HOPPER_FEW_TILES = {
+    32: Tiles(64, 128, 4, 128),
+    64: Tiles(64, 128, 4, 128),
+    96: Tiles(64, 128, 3, 128),
+    128: Tiles(64, 128, 3, 128),
+    192: Tiles(64, 96, 2, 128),
+    256: Tiles(64, 64, 3, 128),
+}
+
+# And where they are more: of 256 queries 192 would leave half a tile.
+HOPPER_CHUNK_TILES = {32: Tiles(128, 128, 4, 256), 64: Tiles(128, 128, 4, 256)}
 
 # 16-bit inputs on other GPUs, within the 99 KiB of the smallest of them. Copies are element by
 # element there, for which nvcc makes good code if rows are powers of two.
@@ -133,6 +153,11 @@ def padded_head_dim(D: int, dtype: torch.dtype, device: torch.device) -> int:
     return next(width for width in _table(dtype, device)["fwd"] if width >= D)
 
 
+def kernel_key(D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What every builder's key has."""
+    return {"dtype": DTYPE_NAMES[dtype], "HEAD_DIM": padded_head_dim(D, dtype, device)}
+
+
 @functools.cache
 def choose_tiles(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles of "fwd", "dkdv" or "dq"."""
@@ -144,3 +169,15 @@ def choose_hopper_fwd_tiles(D: int, has_many_keys: bool) -> Tiles:
     width = next(width for width in HOPPER_TILES["fwd"] if width >= D)
     tiles = HOPPER_TILES["fwd"][width]
     return tiles if has_many_keys else HOPPER_SHORT_TILES.get(width, tiles)
+
+
+@functools.cache
+def choose_shared_fwd_tiles(
+    D: int, dtype: torch.dtype, device: torch.device, is_few: bool
+) -> Tiles:
+    """Tiles of the forward whose blocks share out the keys."""
+    tiles = choose_tiles("fwd", D, dtype, device)
+    if not takes_hopper_kernels(dtype, device):
+        return tiles
+    width = padded_head_dim(D, dtype, device)
+    return HOPPER_FEW_TILES[width] if is_few else HOPPER_CHUNK_TILES.get(width, tiles)

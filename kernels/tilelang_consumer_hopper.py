@@ -6,7 +6,7 @@ consumer's part, step by step as `tilelang_attention_fwd_hopper.py` schedules it
     accumulate  the same for each of the others, beside the product of the last one's probabilities
                 and values
     finish      issues the last of those products and, behind it, begins the next tile
-    divide, store
+    store       divides the sums and stores them (`tilelang_output_hopper.py`)
 
 `begin` runs in the midst of the tile before: what it finds is in `Registers.upcoming`, and becomes
 a `Turn` when that tile is done.
@@ -15,17 +15,22 @@ a `Turn` when that tile is done.
 from typing import Any, NamedTuple
 
 from minitx.kernels import tilelang_wgmma as wgmma
-from minitx.kernels.tilelang_products import LOG2E
-from minitx.kernels.tilelang_scores_hopper import PART, Scale, Stats, make_macros
-from minitx.kernels.tilelang_wgmma import Operand, own_rows
-from minitx.kernels.tilelang_work_hopper import Barriers, Buffers, Passing, Sizes
+from minitx.kernels.tilelang_output_hopper import make_store
+from minitx.kernels.tilelang_scores_hopper import PART as COLUMNS
+from minitx.kernels.tilelang_scores_hopper import Scale, Stats, make_macros
+from minitx.kernels.tilelang_wgmma import Operand, multiplies_by_hand, own_rows
+from minitx.kernels.tilelang_work_hopper import (
+    CONSUMERS,
+    WARPGROUP,
+    Barriers,
+    Buffers,
+    Passing,
+    Sizes,
+)
 
-WARPGROUP = 128  # threads; each takes 64 rows of a product
-# Named barriers: one of all consumers, then one of each of their warpgroups. 0 is __syncthreads.
-CONSUMERS, FIRST_WARPGROUP = 1, 2
 EARLY_PARTS = 4  # of the scores that are exponentiated before the other product is awaited
 # What a consumer knows of the tile of queries whose first product it issued last.
-FIRST_QUERY, HEAD, BATCH, NUM_N, SKIPPED = range(5)
+FIRST_QUERY, HEAD, PART, NUM_N, SKIPPED = range(5)
 
 
 class Registers(NamedTuple):
@@ -57,7 +62,8 @@ class Turn(NamedTuple):
 
     m_start: Any  # first query of the block's tile, not of the warpgroup's part
     head: Any
-    batch: Any
+    part: Any  # of the output
+    first_n: Any  # the first tile of keys that the block reads for it
     num_n: Any  # tiles of keys that the block reads for it, from the last to the first
     skipped: Any  # of these, those that none of the warpgroup's queries may read
     trip: Any  # tiles of queries before it
@@ -72,11 +78,6 @@ class Products(NamedTuple):
     multiply_sign: Any  # (q_tile, stage, qk_scale): queries by the sign of the scale
     multiply_keys: Any  # (q_tile, q_stage, k_tile, stage, scores, warpgroup): scores = q k^T
     multiply_values: Any  # (p, v_tile, stage, acc): acc += p v
-
-
-def multiplies_by_hand(HEAD_DIM: int) -> bool:
-    """Whether products are those of `tilelang_wgmma.py`, which takes whole panels of columns."""
-    return HEAD_DIM % 64 == 0
 
 
 def make_products(sizes: Sizes) -> Products:
@@ -147,13 +148,15 @@ def make_begin(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any,
         T.barrier_wait(work_full[trip % 2], trip // 2 % 2)
         upcoming[FIRST_QUERY] = work[trip % 2, 0]
         upcoming[HEAD] = work[trip % 2, 1]
-        upcoming[BATCH] = work[trip % 2, 2]
+        upcoming[PART] = work[trip % 2, 2]
         T.sync_warp()
         if upcoming[FIRST_QUERY] >= 0:
             arrive(work_free, trip % 2)
             first = upcoming[FIRST_QUERY]
-            upcoming[NUM_N] = count_key_tiles(first, BLOCK_M)
-            upcoming[SKIPPED] = upcoming[NUM_N] - count_key_tiles(first + warpgroup * 64, 64)
+            first_n = sizes.first_key_tile(upcoming[PART])
+            upcoming[NUM_N] = count_key_tiles(first, BLOCK_M, first_n)
+            own = count_key_tiles(first + warpgroup * 64, 64, first_n)
+            upcoming[SKIPPED] = upcoming[NUM_N] - own
             if q_stages > 1 and (trip > 0) & is_far(upcoming):
                 T.wait_wgmma(0)
                 arrive(v_free, last)
@@ -177,12 +180,12 @@ def make_begin(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any,
 
 def make_keys(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any, Any]:
     """The macros `start`: (stage, num_unmasked, turn, consumer) for the first tile of keys, and
-    `accumulate`: (IS_MASKED, n, num_n, done, m_start, q_stage, consumer) for the n-th."""
+    `accumulate`: (IS_MASKED, n, end_n, done, m_start, q_stage, consumer) for the n-th."""
     import tilelang.language as T
 
     BLOCK_M, BLOCK_N, HEAD_DIM = sizes[1:4]
     score_registers, acc_registers = BLOCK_N // 2, HEAD_DIM // 2
-    parts = BLOCK_N // PART
+    parts = BLOCK_N // COLUMNS
     ring, end_of_keys, arrive = sizes.ring, sizes.end_of_keys, passing.arrive
     softmax = make_macros(BLOCK_M, BLOCK_N)
 
@@ -197,16 +200,17 @@ def make_keys(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any, 
         T.warpgroup_fence_operand(scores, num_regs=score_registers)
         arrive(k_free, stage)
         if turn.num_n - turn.skipped > num_unmasked:
-            n_start = (turn.num_n - turn.skipped - 1) * BLOCK_N
+            n_start = (turn.first_n + turn.num_n - turn.skipped - 1) * BLOCK_N
             softmax.mask(scores, stats, turn.m_start, n_start, end_of_keys)
         softmax.take_maximum(scores, stats, consumer.scale)
         softmax.exponentiate(scores, stats, 0, parts)
         T.copy(scores, registers.p)
 
     @T.macro
-    def accumulate(IS_MASKED, n, num_n, done, m_start, q_stage, consumer):
-        """Adds what comes from tile n of the keys' tiles, counted from the last, and multiplies the
-        probabilities of the one before by their values. It leaves its own to the next."""
+    def accumulate(IS_MASKED, n, end_n, done, m_start, q_stage, consumer):
+        """Adds what comes from tile n of the keys' tiles, counted from the last before end_n, and
+        multiplies the probabilities of the one before by their values. It leaves its own to the
+        next."""
         q_tile, k_tile, v_tile = consumer.buffers[:3]
         k_full, k_free, v_full, v_free = consumer.barriers[4:]
         scores, p, acc = consumer.registers.scores, consumer.registers.p, consumer.registers.acc
@@ -220,7 +224,7 @@ def make_keys(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any, 
         T.warpgroup_fence_operand(scores, num_regs=score_registers)
         arrive(k_free, stage)
         if IS_MASKED:
-            softmax.mask(scores, stats, m_start, (num_n - 1 - n) * BLOCK_N, end_of_keys)
+            softmax.mask(scores, stats, m_start, (end_n - 1 - n) * BLOCK_N, end_of_keys)
         softmax.look(scores, stats)
         if T.any_sync(stats.grew[0]) != 0:
             softmax.take_maximum(scores, stats, consumer.scale)
@@ -243,64 +247,6 @@ def make_keys(sizes: Sizes, passing: Passing, products: Products) -> tuple[Any, 
     return start, accumulate
 
 
-def make_output(sizes: Sizes) -> tuple[Any, Any]:
-    """The macros `divide`: (consumer) and `store`: (out, lse, turn, consumer)."""
-    import tilelang.language as T
-
-    BLOCK_M, HEAD_DIM = sizes.BLOCK_M, sizes.HEAD_DIM
-    by_hand = multiplies_by_hand(HEAD_DIM)
-    panel = 64 if by_hand else 32  # columns that lie side by side in shared memory
-    minus_inf = -T.infinity("float32")
-    # For loops that write no registers: TileLang would plan them anew for each loop of the kernel.
-    by_row = wgmma.by_row(BLOCK_M)
-
-    @T.macro
-    def divide(consumer):
-        """acc by the sums of its queries, which become lse."""
-        acc, stats = consumer.registers.acc, consumer.registers.stats
-        total, lse_tile = consumer.registers.total, consumer.registers.lse
-        for i in T.Parallel(BLOCK_M):
-            lse_tile[i] = (stats.row_max[i] * consumer.scale.size + T.log2(total[i])) / LOG2E
-            total[i] = 1.0 / total[i]
-        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-            acc[i, d] *= total[i]
-        stats.grew[0] = 0
-        for i in T.Parallel(BLOCK_M, loop_layout=by_row):
-            stats.grew[0] = stats.grew[0] | T.cast(lse_tile[i] == minus_inf, "int32")
-        if T.any_sync(stats.grew[0]) != 0:
-            # Not by a product with 0: with a masked NaN among the values acc is NaN.
-            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-                acc[i, d] = T.if_then_else(lse_tile[i] == minus_inf, 0.0, acc[i, d])
-
-    @T.macro
-    def store(out, lse, turn, consumer):
-        """Each warpgroup by way of where its queries were."""
-        acc, rounded = consumer.registers.acc, consumer.registers.rounded
-        q_tile = consumer.buffers.q
-        if by_hand:
-            T.copy(acc, rounded)
-            wgmma.store_own_rows(rounded, q_tile, turn.q_stage)
-        else:
-            T.copy(acc, q_tile[turn.q_stage, :, :])
-        wgmma.fence_stores()
-        T.sync_threads(FIRST_WARPGROUP + consumer.warpgroup, WARPGROUP)
-        row = consumer.warpgroup * 64
-        for c in T.unroll(HEAD_DIM // panel):
-            d = c * panel
-            T.tma_copy(
-                q_tile[turn.q_stage, row : row + 64, d : d + panel],
-                out[turn.batch, turn.head, turn.m_row : turn.m_row + 64, d : d + panel],
-                leader_scope_threads=WARPGROUP,
-            )
-        T.copy(
-            consumer.registers.lse,
-            lse[turn.batch, turn.head, turn.m_start : turn.m_start + BLOCK_M],
-            loop_layout=by_row,
-        )
-
-    return divide, store
-
-
 def make_consumer(sizes: Sizes, passing: Passing) -> Any:
     """The macro of all consumers: (out, lse, consumer)."""
     import tilelang.language as T
@@ -311,7 +257,7 @@ def make_consumer(sizes: Sizes, passing: Passing) -> Any:
     products = make_products(sizes)
     begin, is_far = make_begin(sizes, passing, products)
     start, accumulate = make_keys(sizes, passing, products)
-    divide, store = make_output(sizes)
+    store = make_store(sizes)
 
     @T.macro
     def free_queries(free, stage):
@@ -324,7 +270,7 @@ def make_consumer(sizes: Sizes, passing: Passing) -> Any:
     def add_keys(turn, consumer):
         """acc and the sums of all tiles of keys, but for the last tile's product with values."""
         barriers = consumer.barriers
-        num_unmasked = sizes.count_unmasked(turn.m_row)
+        num_unmasked = sizes.count_unmasked(turn.m_row, turn.first_n)
         stage, phase = ring(turn.done + turn.skipped)
         start(stage, num_unmasked, turn, consumer)
         if q_stages > 1 and turn.trip > 0:  # by now the last output has been read
@@ -332,7 +278,7 @@ def make_consumer(sizes: Sizes, passing: Passing) -> Any:
         if turn.skipped > 0:
             skip(barriers.v_full, barriers.v_free, turn.done + turn.skipped - 1)
         T.barrier_wait(barriers.v_full[stage], phase)
-        rest = (turn.num_n, turn.done, turn.m_start, turn.q_stage, consumer)
+        rest = (turn.first_n + turn.num_n, turn.done, turn.m_start, turn.q_stage, consumer)
         first_unmasked = T.max(turn.num_n - num_unmasked, turn.skipped + 1)
         for n in T.serial(turn.skipped + 1, first_unmasked):
             accumulate(True, n, *rest)
@@ -365,7 +311,7 @@ def make_consumer(sizes: Sizes, passing: Passing) -> Any:
         # Variables, so that these are computed once and not wherever they are used.
         m_start = T.alloc_var("int32")
         head = T.alloc_var("int32")
-        batch = T.alloc_var("int32")
+        part = T.alloc_var("int32")
         num_n = T.alloc_var("int32")
         skipped = T.alloc_var("int32")
         trip = T.alloc_var("int32")  # tiles of queries before this one
@@ -377,16 +323,16 @@ def make_consumer(sizes: Sizes, passing: Passing) -> Any:
         while upcoming[FIRST_QUERY] >= 0:
             m_start = upcoming[FIRST_QUERY]
             head = upcoming[HEAD]
-            batch = upcoming[BATCH]
+            part = upcoming[PART]
             num_n = upcoming[NUM_N]
             skipped = upcoming[SKIPPED]
             m_row = m_start + consumer.warpgroup * 64
             q_stage = trip % q_stages
-            turn = Turn(m_start, head, batch, num_n, skipped, trip, done, q_stage, m_row)
+            first_n = sizes.first_key_tile(part)
+            turn = Turn(m_start, head, part, first_n, num_n, skipped, trip, done, q_stage, m_row)
             add_keys(turn, consumer)
             done += num_n
             finish(turn, consumer)
-            divide(consumer)
             store(out, lse, turn, consumer)
             if q_stages == 1:
                 free_queries(consumer.barriers.q_free, 0)

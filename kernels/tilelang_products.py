@@ -187,6 +187,13 @@ def row_tensor(name: str, B: Any, H: Any, S: Any) -> Any:
     return T.StridedTensor((B, H, S), strides, "float32")
 
 
+def part_tensors(P: Any, H: Any, S: Any, HEAD_DIM: int) -> tuple[Any, Any]:
+    """The types of parts [P, H, S, HEAD_DIM] and stats [P, H, S, 2]: contiguous float32."""
+    import tilelang.language as T
+
+    return T.Tensor((P, H, S, HEAD_DIM), "float32"), T.Tensor((P, H, S, 2), "float32")
+
+
 def place(block: Any, num_tiles: Any, heads: Any) -> tuple[Any, Any, Any]:
     """(tile, head, batch) of a block: tiles of one head are neighbours, and share its keys in L2.
     Everything lies on grid x, which has room for 2^31 blocks."""
@@ -194,3 +201,12 @@ def place(block: Any, num_tiles: Any, heads: Any) -> tuple[Any, Any, Any]:
 
     row = T.truncdiv(block, num_tiles)
     return T.truncmod(block, num_tiles), T.truncmod(row, heads), T.truncdiv(row, heads)
+
+
+def count_share(num_n: Any, num_parts: Any, B: Any) -> Any:
+    """Of a batch's num_n tiles of keys those that are read for one of its num_parts / B parts, if
+    there are as many."""
+    import tilelang.language as T
+
+    shares = T.truncdiv(num_parts, B)
+    return T.truncdiv(num_n + shares - 1, shares)  # ceildiv would provide for negative numbers

@@ -77,6 +77,11 @@ class Operand(NamedTuple):
         return int(self.tile.shape[-2]) * ROW_BYTES
 
 
+def multiplies_by_hand(HEAD_DIM: int) -> bool:
+    """Whether products are these, which take whole panels of columns."""
+    return HEAD_DIM % 64 == 0
+
+
 def warpgroup_of(tx: Any) -> Any:
     """The index of a thread's warpgroup; to be called where all threads of a warp are."""
     import tilelang.language as T

@@ -2,16 +2,22 @@
 the producer's part.
 
 A block takes one tile of queries after the other: the first by its own number, the rest as a
-counter in memory says. Of those it holds `q_stages` at a time, of tiles of keys and of values
-`num_stages`, each in a buffer with two barriers: `full`, on which consumers wait for the bytes of a
-copy, and `free`, on which the producer waits until each consumer has read the buffer. Which queries
-they are the producer writes into two buffers that are handed over in the same way. Both barriers
-flip once every time that the buffers come round; a wait names the phase that has to be over. On
-`free` the producer's first round waits for the phase before the first, which counts as over.
+counter in memory says or, where keys are shared out and each takes as long, in turn. Of those it
+holds `q_stages` at a time, of tiles of keys and of values `num_stages`, each in a buffer with two
+barriers: `full`, on which consumers wait for the bytes of a copy, and `free`, on which the producer
+waits until each consumer has read the buffer. Which queries they are the producer writes into two
+buffers that are handed over in the same way. Both barriers flip once every time that the buffers
+come round; a wait names the phase that has to be over. On `free` the producer's first round waits
+for the phase before the first, which counts as over.
 """
 
 from typing import Any, NamedTuple
 
+from minitx.kernels.tilelang_products import count_share
+
+WARPGROUP = 128  # threads; each takes 64 rows of a product
+# Named barriers: one of all consumers, then one of each of their warpgroups. 0 is __syncthreads.
+CONSUMERS, FIRST_WARPGROUP = 1, 2
 # Of keys and values that blocks at work at once should share. With many heads of FEW_KEYS and less
 # all blocks read new keys at the same time, and then none does: fewer heads are better there, if
 # they are wide (measured: benchmarks/NOTES.md).
@@ -31,7 +37,7 @@ class Buffers(NamedTuple):
     q: Any  # [q_stages, BLOCK_M, HEAD_DIM]
     k: Any  # [num_stages, BLOCK_N, HEAD_DIM]
     v: Any  # the same
-    work: Any  # int32 [2, 4]: a tile's first query, or -1 after the last tile; head; batch
+    work: Any  # int32 [2, 4]: a tile's first query, or -1 after the last tile; head; part
 
 
 class Barriers(NamedTuple):
@@ -51,7 +57,7 @@ class Grid(NamedTuple):
     """What blocks share between them, in a prim_func."""
 
     num_m: Any  # tiles of queries of a head
-    num_heads: Any  # of all batches
+    num_heads: Any  # of all parts
     tiles: Any
     blocks: Any
 
@@ -67,6 +73,30 @@ class Sizes(NamedTuple):
     Hq: Any
     Sq: Any
     Skv: Any
+    B: Any
+    parts: Any = None  # of all batches, where blocks share out keys
+
+    @property
+    def is_shared(self) -> bool:
+        return self.parts is not None
+
+    @property
+    def share(self) -> Any:
+        """Tiles of keys that are read for a part, if there are as many."""
+        import tilelang.language as T
+
+        return count_share(T.ceildiv(self.Skv, self.BLOCK_N), self.parts, self.B)
+
+    def batch_of(self, part: Any) -> Any:
+        import tilelang.language as T
+
+        return T.truncmod(part, self.B) if self.is_shared else part
+
+    def first_key_tile(self, part: Any) -> Any:
+        """The first of the tiles of keys that are read for a part."""
+        import tilelang.language as T
+
+        return T.truncdiv(part, self.B) * self.share if self.is_shared else 0
 
     @property
     def q_stages(self) -> int:
@@ -74,15 +104,17 @@ class Sizes(NamedTuple):
         return 2 if self.HEAD_DIM <= 128 else 1
 
     def locate(self, tile: Any, grid: Grid, group: Any) -> tuple[Any, Any, Any]:
-        """(first query, head, batch) of a tile: heads whose keys fit in cache together are
-        neighbours, and of their tiles those with most keys go first."""
+        """(first query, head, part) of a tile: heads whose keys fit in cache together are
+        neighbours, and of their tiles those with most keys go first. A part is a batch or, where
+        keys are shared out, of a share the batch."""
         import tilelang.language as T
 
         num_m, num_heads = grid.num_m, grid.num_heads
+        Skv = self.share * self.BLOCK_N if self.is_shared else self.Skv
         bytes_of_l2: Any = L2_BYTES
         if self.HEAD_DIM > 64:
-            bytes_of_l2 = T.if_then_else(self.Skv <= FEW_KEYS, FEW_KEYS_L2_BYTES, L2_BYTES)
-        fit = T.max(T.truncdiv(T.truncdiv(bytes_of_l2, 4 * self.HEAD_DIM), self.Skv), 1)
+            bytes_of_l2 = T.if_then_else(Skv <= FEW_KEYS, FEW_KEYS_L2_BYTES, L2_BYTES)
+        fit = T.max(T.truncdiv(T.truncdiv(bytes_of_l2, 4 * self.HEAD_DIM), Skv), 1)
         width = T.min(fit, T.truncdiv(num_heads, group)) * group
         first = T.truncdiv(tile, width * num_m) * width
         together = T.min(width, num_heads - first)
@@ -97,19 +129,21 @@ class Sizes(NamedTuple):
 
         return T.min(query + self.Skv - self.Sq + 1, self.Skv) if self.IS_CAUSAL else self.Skv
 
-    def count_key_tiles(self, first: Any, queries: int) -> Any:
-        """Of keys that one of the queries may read. Queries without keys read one tile, masked, and
-        so do those past the end."""
+    def count_key_tiles(self, first: Any, queries: int, first_n: Any) -> Any:
+        """Of keys that one of the queries may read, from the tile first_n on as far as it is shared
+        out. Queries without keys read one tile, masked, and so do those past the end."""
         import tilelang.language as T
 
         end = T.if_then_else(first < self.Sq, self.end_of_keys(first + queries - 1), 0)
-        return T.max(T.ceildiv(end, self.BLOCK_N), 1)
+        tiles = T.ceildiv(end, self.BLOCK_N)
+        return T.max(T.min(tiles - first_n, self.share) if self.is_shared else tiles, 1)
 
-    def count_unmasked(self, first: Any) -> Any:
-        """Tiles of keys that each query from the first on may read as a whole."""
+    def count_unmasked(self, first: Any, first_n: Any) -> Any:
+        """Tiles of keys, from first_n on, that each query from the first on may read as a whole."""
         import tilelang.language as T
 
-        return T.truncdiv(T.max(self.end_of_keys(first), 0), self.BLOCK_N)
+        tiles = T.truncdiv(T.max(self.end_of_keys(first), 0), self.BLOCK_N)
+        return T.max(tiles - first_n, 0) if self.is_shared else tiles
 
     def ring(self, count: Any) -> tuple[Any, Any]:
         """(buffer, phase) of the tile that passes through the buffers after `count` others."""
@@ -171,7 +205,7 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
         # Variables, so that these are computed once and not wherever they are used.
         m_start = T.alloc_var("int32")
         head = T.alloc_var("int32")
-        batch = T.alloc_var("int32")
+        part = T.alloc_var("int32")
         num_n = T.alloc_var("int32")
         trip = T.alloc_var("int32")  # tiles of queries before this one
         done = T.alloc_var("int32")  # tiles of keys, all told
@@ -181,17 +215,18 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
             place = sizes.locate(tile, grid, group)
             m_start = place[0]
             head = place[1]
-            batch = place[2]
-            num_n = sizes.count_key_tiles(m_start, BLOCK_M)
+            part = place[2]
+            first_n = sizes.first_key_tile(part)
+            num_n = sizes.count_key_tiles(m_start, BLOCK_M, first_n)
             T.barrier_wait(work_free[trip % 2], 1 - trip // 2 % 2)
             if T.shuffle_elect(32):
                 work[trip % 2, 0] = m_start
                 work[trip % 2, 1] = head
-                work[trip % 2, 2] = batch
+                work[trip % 2, 2] = part
                 T.barrier_arrive(work_full[trip % 2])
             T.barrier_wait(q_free[trip % q_stages], 1 - trip // q_stages % 2)
             T.tma_copy(
-                q[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
+                q[sizes.batch_of(part), head, m_start : m_start + BLOCK_M, 0:HEAD_DIM],
                 q_tile[trip % q_stages, :, :],
                 barrier=q_full[trip % q_stages],
                 leader_scope_threads=32,
@@ -199,17 +234,26 @@ def make_producer(sizes: Sizes, passing: Passing) -> Any:
             arrive(q_full, trip % q_stages)
             kv_head = T.truncdiv(head, group)
             # Of expanded keys and values there is one batch or head.
-            k_place = (T.min(batch, k.shape[0] - 1), T.min(kv_head, k.shape[1] - 1))
-            v_place = (T.min(batch, v.shape[0] - 1), T.min(kv_head, v.shape[1] - 1))
-            start = (num_n - 1) * BLOCK_N
+            k_place = (
+                T.min(sizes.batch_of(part), k.shape[0] - 1),
+                T.min(kv_head, k.shape[1] - 1),
+            )
+            v_place = (
+                T.min(sizes.batch_of(part), v.shape[0] - 1),
+                T.min(kv_head, v.shape[1] - 1),
+            )
+            start = (first_n + num_n - 1) * BLOCK_N
             load(k, k_tile, k_full, k_free, done, *k_place, start)
-            tile = grid.tiles
-            if grid.tiles > grid.blocks:
-                if T.shuffle_elect(32):
-                    tile = grid.blocks + take_one(taken)
-                tile = T.shfl_sync(tile, 0)
+            if sizes.is_shared:  # in shares of one size, which need no counter
+                tile = tile + grid.blocks
+            else:
+                tile = grid.tiles
+                if grid.tiles > grid.blocks:
+                    if T.shuffle_elect(32):
+                        tile = grid.blocks + take_one(taken)
+                    tile = T.shfl_sync(tile, 0)
             for n in T.serial(num_n):
-                v_start = (num_n - 1 - n) * BLOCK_N
+                v_start = (first_n + num_n - 1 - n) * BLOCK_N
                 if n + 1 < num_n:  # keys are needed before the values of the last ones
                     k_start = v_start - BLOCK_N
                     load(k, k_tile, k_full, k_free, done + n + 1, *k_place, k_start)

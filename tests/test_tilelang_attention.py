@@ -176,9 +176,9 @@ def test_the_usual_views_are_not_copied(device, layout, dtype):
         k, v = k.expand(2, 4, -1, -1), v[:1].expand(2, 4, -1, -1)
     else:
         q, k, v = make_qkv(2, 4, 4, 40, 40, 24, device=device, dtype=dtype, layout=layout)
-    assert tilelang_attention._as_rows(q).data_ptr() == q.data_ptr()
+    assert tilelang_attention.as_rows(q).data_ptr() == q.data_ptr()
     for t in (k, v):
-        rows = tilelang_attention._without_repeats(t)
+        rows = tilelang_attention.without_repeats(t)
         assert rows.data_ptr() == t.data_ptr()
         assert all(rows.stride(dim) > 0 for dim in range(3) if rows.shape[dim] > 1)
         assert torch.equal(rows.expand_as(t), t)
@@ -192,7 +192,7 @@ def test_the_usual_views_are_not_copied(device, layout, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rows_that_tma_cannot_fetch_are_copied(layout, D, dtype):
     q, k, v = make_qkv(2, 4, 2, 70, 70, D, device="cuda", dtype=dtype, layout=layout)
-    rows = tilelang_attention._as_rows(q)
+    rows = tilelang_attention.as_rows(q)
     assert torch.equal(rows, q)
     assert rows.data_ptr() % 16 == 0
     assert all(s * rows.element_size() % 16 == 0 for s in rows.stride()[:3])

@@ -11,9 +11,10 @@ import shutil
 
 import pytest
 import torch
+from tilelang_hopper import check_forward, on_hopper
 
 from minitx.kernels import attention, attention_reference, supports
-from minitx.testing import error_budget, make_qkv, max_error
+from minitx.testing import make_qkv
 
 _probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
 _support = supports("tilelang", _probe, _probe, _probe)
@@ -27,22 +28,16 @@ from minitx.kernels.tilelang_attention_fwd_hopper import (  # noqa: E402
     build_attention_fwd_hopper,
 )
 from minitx.kernels.tilelang_attention_tiles import (  # noqa: E402
+    HOPPER_CHUNK_TILES,
+    HOPPER_FEW_TILES,
     HOPPER_SHORT_TILES,
     HOPPER_TILES,
     choose_hopper_fwd_tiles,
-    takes_hopper_kernels,
 )
 
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-def on_hopper(test):
-    """Runs where the kernel is the one that `tilelang` takes."""
-    elsewhere = not takes_hopper_kernels(BF16, _probe.device)
-    skip = pytest.mark.skipif(elsewhere, reason="needs a GPU of compute capability 9.0")
-    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture
@@ -59,23 +54,6 @@ def launched(monkeypatch, nothing_remembered) -> list:
     return builders
 
 
-def check_forward(q, k, v, *, is_causal: bool, scale: float | None = None):
-    """out and lse, held to the budget and to be the same bits twice."""
-    kwargs = {"is_causal": is_causal, "scale": scale}
-    actual, again = (attention(q, k, v, kernel="tilelang", return_lse=True, **kwargs) for _ in "12")
-    eager = attention(q, k, v, kernel="eager", return_lse=True, **kwargs)
-    kwargs["scale"] = q.shape[3] ** -0.5 if scale is None else scale
-    truth = attention_reference(q, k, v, **kwargs)
-    for name, got, other, base, want in zip(
-        ("out", "lse"), actual, again, eager, truth, strict=True
-    ):
-        error, budget = max_error(got, want), error_budget(base, want, q.dtype)
-        assert error <= budget, f"{name}: error {error:.3e} beyond its budget {budget:.3e}"
-        bits = torch.int16 if got.element_size() == 2 else torch.int32
-        assert torch.equal(got.view(bits), other.view(bits)), f"{name} differs from run to run"
-    return actual
-
-
 def test_few_keys_have_tiles_of_their_own_in_heads_of_64_and_128():
     for width, heads in ((64, (33, 64)), (128, (97, 128))):
         long, short = HOPPER_TILES["fwd"][width], HOPPER_SHORT_TILES[width]
@@ -87,7 +65,13 @@ def test_few_keys_have_tiles_of_their_own_in_heads_of_64_and_128():
 
 
 @pytest.mark.parametrize(
-    ("D", "tiles"), [*HOPPER_TILES["fwd"].items(), *HOPPER_SHORT_TILES.items()]
+    ("D", "tiles"),
+    [
+        *HOPPER_TILES["fwd"].items(),
+        *HOPPER_SHORT_TILES.items(),
+        *HOPPER_FEW_TILES.items(),
+        *HOPPER_CHUNK_TILES.items(),
+    ],
 )
 def test_tiles_fit_a_multiprocessor(D, tiles):
     # With the two buffers that queries have up to D = 128, and some barriers.
