@@ -301,7 +301,7 @@ def test_parts_are_stored_from_registers():
     [
         (40, 8, 1, 5000),  # 320 tiles, some three to a multiprocessor
         (4, 2, 50, 700),
-        (4, 2, 50, 130),
+        (4, 2, 50, 2 * TILE + 2),
         (2, 2, 300, 1111),
         (2, 1, 900, 600),  # queries without keys
     ],
