@@ -74,36 +74,44 @@ TABLES: dict[tuple[tuple[int, int], bool], MeasuredTable] = {
     ),
 }
 
-FEW_BY_SDPA = (
-    QueriesChoice(
-        0, (ChunkChoice(0, "tilelang", "tilelang"), ChunkChoice(8192, "sdpa", "tilelang"))
-    ),
-    QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),)),
-)
+ONE_BY_SDPA = QueriesChoice(0, (ChunkChoice(0, "sdpa", "tilelang"),))
+CHUNKS_BY_TILELANG = QueriesChoice(8, (ChunkChoice(0, "tilelang", "tilelang"),))
 # The same where queries are fewer than keys.
 CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {
     ((9, 0), False): ChunkTable(
         "benchmarks/h200/attention-chunks.csv",
         {
-            64: FEW_BY_SDPA,
-            128: (
-                *FEW_BY_SDPA,
+            64: (
+                ONE_BY_SDPA,
+                CHUNKS_BY_TILELANG,
                 QueriesChoice(
-                    128,
+                    724,
                     (
-                        ChunkChoice(0, "triton", "triton"),
-                        ChunkChoice(8192, "tilelang", "tilelang"),
+                        ChunkChoice(0, "tilelang", "tilelang"),
+                        ChunkChoice(8192, "triton", "triton"),
+                        ChunkChoice(32768, "tilelang", "tilelang"),
                     ),
                 ),
-                QueriesChoice(724, (ChunkChoice(0, "tilelang", "tilelang"),)),
+            ),
+            128: (
+                ONE_BY_SDPA,
+                QueriesChoice(
+                    8,
+                    (
+                        ChunkChoice(0, "sdpa", "tilelang"),
+                        ChunkChoice(8192, "tilelang", "tilelang"),
+                        ChunkChoice(32768, "sdpa", "tilelang"),
+                    ),
+                ),
+                QueriesChoice(128, (ChunkChoice(0, "tilelang", "tilelang"),)),
             ),
         },
     ),
     ((9, 0), True): ChunkTable(
         "benchmarks/h200/attention-chunks.csv",
         {
-            64: FEW_BY_SDPA,
-            128: FEW_BY_SDPA,
+            64: (ONE_BY_SDPA, CHUNKS_BY_TILELANG),
+            128: (ONE_BY_SDPA, CHUNKS_BY_TILELANG),
         },
     ),
 }
