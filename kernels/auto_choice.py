@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minitx.kernels.runtime import is_eager
+
 
 class Choice(NamedTuple):
     """From so many keys on, up to the next choice's: the fastest kernel of a forward alone, of a
@@ -149,19 +151,23 @@ def choose_kernel(
 def _fastest(
     q: torch.Tensor, k: torch.Tensor, is_causal: bool, return_lse: bool, is_training: bool
 ) -> tuple[str, str]:
-    default = (UNMEASURED_LSE if return_lse else UNMEASURED)[0]
     Sq, Skv = q.shape[2], k.shape[2]
+    is_chunk = is_causal and 1 < Sq < Skv  # for which sdpa may make a mask of Sq x Skv
     lse = "_lse" if return_lse else ""
     # The last query reads all keys: alone, it is told nothing by the causal rule.
     if Sq < Skv and (is_causal or Sq == 1) and not is_training:
         choices, why = _choices(CHUNK_TABLES, q, k)
         if choices is not None:
+            if is_chunk and not is_eager():  # sdpa was measured without the mask that it makes then
+                lse = "_lse"
             return getattr(_last(_last(choices, Sq).choices, Skv), f"forward{lse}"), why
-    if is_causal and 1 < Sq < Skv:
-        return "triton", "sdpa may make a mask of Sq x Skv"
     choices, why = _choices(TABLES, q, k)
     if choices is None:
-        return default, why
+        if is_chunk:
+            return UNMEASURED_LSE[0], "sdpa may make a mask of Sq x Skv"
+        return (UNMEASURED_LSE if return_lse else UNMEASURED)[0], why
+    if is_chunk:  # kernels that return lse make no mask
+        lse, why = "_lse", f"{why} of those that make no mask"
     return getattr(_last(choices, Skv), ("training" if is_training else "forward") + lse), why
 
 

@@ -21,6 +21,11 @@ logger = logging.getLogger("minitx")
 MIN_CUDA_CAPABILITY = (8, 0)  # bfloat16 tensor cores and cp.async: Ampere
 
 
+def is_eager() -> bool:
+    """Whether what runs is run as it is written: not compiled, and not within torch.func."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
 def choose_triton_interpreter() -> None:
     """Sets TRITON_INTERPRET=1 where there is no GPU to compile for; called when minitx.kernels is
     imported.

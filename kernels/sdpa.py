@@ -14,6 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.kernels.reference import causal_mask
+from minitx.kernels.runtime import is_eager
 
 # cuDNN puts batch and heads on a grid axis of 65535 and fails beyond it (torch 2.11, cuDNN 9);
 # flash gives each an axis of its own.
@@ -94,7 +95,7 @@ def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     which neither the addresses nor the number of heads is known. On AMD's GPUs the op is another
     library's kernel, whose causal rule need not be FlashAttention's.
     """
-    if not q.is_cuda or torch.version.hip is not None or not _is_eager():
+    if not q.is_cuda or torch.version.hip is not None or not is_eager():
         return False
     if q.shape[0] * q.shape[1] > MAX_HEADS:
         return False
@@ -119,13 +120,9 @@ def _flash_bottom_right(
     return out[..., :D] if D % 8 else out
 
 
-def _is_eager() -> bool:
-    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-
-
 def _with_aligned_gradient(out: torch.Tensor) -> torch.Tensor:
     """out, whose gradient is handed on aligned: it may come with any strides, from any address."""
-    if out.is_cuda and out.requires_grad and _is_eager():
+    if out.is_cuda and out.requires_grad and is_eager():
         out.register_hook(_aligned)
     return out
 

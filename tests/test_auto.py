@@ -100,7 +100,12 @@ def test_where_nothing_was_measured_it_says_so(gpu, monkeypatch):
 
 
 def test_sdpa_is_not_chosen_where_it_may_make_a_mask(gpu):
-    assert choose(tensor(10), tensor(100))[0] == "triton"
+    why = "fastest in a.csv of those that make no mask"
+    assert choose(tensor(10), tensor(100)) == ("triton", why)
+    assert choose(tensor(10), tensor(2000, requires_grad=True)) == ("triton", why)
+    assert choose(tensor(10, D=65), tensor(100))[0] == "tilelang"
+    unknown = choose(tensor(10, D=200), tensor(100, D=200))
+    assert unknown == ("triton", "sdpa may make a mask of Sq x Skv")
     assert choose(tensor(10), tensor(100), is_causal=False)[0] == "sdpa"
     assert choose(tensor(1), tensor(100))[0] == "sdpa"
     assert choose(tensor(100), tensor(10))[0] == "sdpa"
@@ -150,10 +155,20 @@ def test_where_that_table_is_not_asked(chunk_table):
     # sdpa makes no mask there, and was not measured so. A single query is the same either way.
     assert choose(tensor(20), tensor(100), is_causal=False) == in_square
     assert choose(tensor(1), tensor(100), is_causal=False) == ("sdpa", "fastest in c.csv")
+    why = "fastest in a.csv of those that make no mask"
+    assert choose(tensor(20, requires_grad=True), tensor(2000)) == ("triton", why)
+    assert choose(tensor(20, D=65), tensor(2000, D=65)) == ("tilelang", why)
     masked = ("triton", "sdpa may make a mask of Sq x Skv")
-    assert choose(tensor(20, requires_grad=True), tensor(2000)) == masked
-    assert choose(tensor(20, D=65), tensor(2000, D=65)) == masked
     assert choose(tensor(20, dtype=torch.float32), tensor(2000, dtype=torch.float32)) == masked
+
+
+def test_what_is_compiled_gets_no_mask_either(chunk_table, monkeypatch):
+    """The table has sdpa as it asks flash, which compiled code cannot."""
+    q, k = tensor(15), tensor(5000)
+    assert choose(q, k)[0] == "sdpa"
+    monkeypatch.setattr(auto_choice, "is_eager", lambda: False)
+    assert choose(q, k) == ("tilelang", "fastest in c.csv")
+    assert choose(tensor(1), k)[0] == "sdpa"  # which takes no mask there
 
 
 def test_what_cannot_run_is_passed_over_and_named(gpu):
