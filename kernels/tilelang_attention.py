@@ -43,7 +43,7 @@ from minitx.kernels.tilelang_attention_bwd import (
 )
 from minitx.kernels.tilelang_attention_bwd_hopper import build_attention_bwd_hopper
 from minitx.kernels.tilelang_attention_bwd_rows import build_attention_bwd_prepare
-from minitx.kernels.tilelang_attention_bwd_trip_hopper import BLOCK_N
+from minitx.kernels.tilelang_attention_bwd_work_hopper import BLOCK_N
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE
 from minitx.kernels.tilelang_attention_fwd import build_attention_fwd
 from minitx.kernels.tilelang_attention_fwd_hopper import build_attention_fwd_hopper

@@ -1,46 +1,28 @@
-"""What the warpgroups that compute do in a trip of the backward's loop on Hopper: for kernels in
-TileLang.
+"""What a trip of the backward's loop on Hopper is made of: macros for the warpgroups that compute.
 
-`tilelang_attention_bwd_hopper.py` says in which order, and who waits for whom.
+`tilelang_attention_bwd_consumer_hopper.py` puts them in order.
 """
 
 from typing import Any, NamedTuple
 
 from minitx.kernels import tilelang_wgmma as wgmma
 from minitx.kernels.tilelang_attention_bwd import at_most_0
+from minitx.kernels.tilelang_attention_bwd_work_hopper import (
+    BLOCK_N,
+    FULL,
+    MEET,
+    WORKERS,
+    Barriers,
+    Buffers,
+    Shape,
+    call,
+)
 from minitx.kernels.tilelang_attention_dq_sum import DQ_TILE, hand_half
 from minitx.kernels.tilelang_wgmma import Operand, own_rows
 
-BLOCK_N = 128  # keys
-WORKERS = 256  # threads that compute
-ADDERS = 3  # warps that add tiles of dq to memory
-# Named barriers; TileLang takes number 1 for its own.
-FULL = 2  # at FULL + 2 * i + j adder i (a warp) waits for its half of dq from warpgroup j
-GO = FULL + 2 * ADDERS  # at GO + i warpgroup i waits for the other one
-MEET = GO + 2  # at MEET + i the warps of warpgroup i
+Q_BYTES = DQ_TILE * 2  # of a tile of q or dout
 
 HELPERS = r"""
-__device__ __forceinline__ void let_go(int is_it, int barrier) {
-  asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p bar.arrive %1, 256; }"
-               :: "r"(is_it), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_to_go(int barrier) {
-  asm volatile("bar.sync %0, 256;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void meet(int barrier) {
-  asm volatile("bar.sync %0, 128;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void hand_in(int barrier) {
-  asm volatile("bar.arrive %0, 160;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_for_hand_in(int barrier) {
-  asm volatile("bar.sync %0, 160;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ int take_task(long long counter) {
-  int number = 0;
-  if (threadIdx.x % 32 == 0) number = atomicAdd(reinterpret_cast<int *>(counter), 1);
-  return __shfl_sync(~0u, number, 0);
-}
 template <int first, int queries>
 __device__ __forceinline__ void read_own(float *registers, const void *numbers, int thread) {
   const float2 *own = static_cast<const float2 *>(numbers) + thread % 4;
@@ -59,54 +41,60 @@ __device__ __forceinline__ void forget(float *registers) {
 """
 
 
-class Shape(NamedTuple):
-    """Of heads, and of tensors in a prim_func."""
+class Registers(NamedTuple):
+    """Fragments of both warpgroups."""
 
-    IS_CAUSAL: bool
-    HEAD_DIM: int
-    Sq: Any
-    Skv: Any
+    scores: Any  # [BLOCK_N, BLOCK_M] float32
+    dp: Any  # the same
+    p: Any  # [BLOCK_N, BLOCK_M], 16 bits
+    ds: Any  # the same
+    dq_acc: Any  # [128, 64] float32, both halves of a tile
+    dq_16: Any  # the same, 16 bits
+    dk_acc: Any  # [BLOCK_N, HEAD_DIM] float32
+    dv_acc: Any  # the same
+    grad_16: Any  # the same, 16 bits
+    lse: Any  # [BLOCK_M] float32
+    delta: Any  # the same
 
-    @property
-    def BLOCK_M(self) -> int:
-        """Queries of a tile."""
-        return DQ_TILE // self.HEAD_DIM
 
-    @property
-    def diagonal(self) -> Any:
-        """Query i reads keys below i + diagonal, by the causal rule."""
-        return self.Skv - self.Sq + 1
+class Consumer(NamedTuple):
+    """What a warpgroup reads and writes."""
 
-    def first_tile(self, n_start: Any) -> Any:
-        """The first tile of queries with one that reads keys from n_start on."""
-        import tilelang.language as T
-
-        if not self.IS_CAUSAL:
-            return 0
-        return T.truncdiv(T.max(n_start + 1 - self.diagonal, 0), self.BLOCK_M)
+    buffers: Buffers
+    barriers: Barriers
+    registers: Registers
+    qk_scale: Any
+    scale: Any
+    warpgroup: Any
+    thread: Any  # its index, held
 
 
 class Trip(NamedTuple):
-    """Macros, and functions that give statements."""
+    """Macros, and `add_product`, which gives a statement."""
 
-    release: Any  # (barriers, index): by the threads of a warp, once
-    await_product: Any  # (pending, tile)
-    issue_scores: Any
-    issue_dq: Any
-    add_product: Any
-    read_stats: Any
-    exponentiate: Any
-    differentiate: Any
-    put_dq: Any
-    tell_adder: Any
-    store: Any
+    issue_scores: Any  # (k_tile, q_tile, stage, scores, warpgroup)
+    issue_dq: Any  # (ds_tile, buffer, k_tile, dq_acc, warpgroup)
+    add_product: Any  # (sums, factor, tile, stage)
+    read_stats: Any  # (stats, stats_tile, stage, which, first, count, thread)
+    exponentiate: Any  # (scores, p, lse, qk_scale, m_start, n_start)
+    differentiate: Any  # (scores, dp, delta, ds, ds_tile, buffer, thread)
+    put_dq: Any  # (step, ends, is_hidden, consumer)
+    tell_adder: Any  # (adder, warpgroup)
+    store: Any  # (grad, grad_16, tile, to, batch, head, n_start, warpgroup)
 
 
-def call(function: str, *arguments: Any) -> Any:
-    """A statement that calls one of the helpers in CUDA."""
+def await_product(pending: int, tile: Any) -> Any:
+    """All products but the last `pending` issued have ended, and tile's is among them."""
     import tilelang.language as T
 
-    return T.evaluate(T.call_extern("void", function, *arguments))  # type: ignore[attr-defined]
+    registers = int(tile.shape[0]) * int(tile.shape[1]) // WORKERS
+
+    @T.macro
+    def wait():
+        T.wait_wgmma(pending)
+        T.warpgroup_fence_operand(tile, num_regs=registers)
+
+    return wait()
 
 
 def by_query(queries: int) -> Any:
@@ -119,30 +107,18 @@ def by_query(queries: int) -> Any:
     return T.Fragment([queries], forward_fn=owners, replicate=WORKERS // 4)
 
 
-def make_macros(shape: Shape) -> Trip:
+def make_products(shape: Shape) -> tuple[Any, Any, Any]:
+    """Those of `Trip` that issue products, not awaited."""
     import tilelang.language as T
 
-    IS_CAUSAL, HEAD_DIM, Sq, Skv = shape
-    BLOCK_M, diagonal = shape.BLOCK_M, shape.diagonal
-    Q_BYTES, DS_BYTES = DQ_TILE * 2, BLOCK_N * BLOCK_M * 2
+    HEAD_DIM, BLOCK_M = shape.HEAD_DIM, shape.BLOCK_M
+    DS_BYTES = BLOCK_N * BLOCK_M * 2
     score_regs, dq_regs = BLOCK_M // 2, DQ_TILE // WORKERS
 
     def forget(tile, count):
         """Says that a tile's old values are not used: a product that clears it reads it all the
         same, as far as the compiler knows, and it would hold its registers from trip to trip."""
         return call(f"forget<{count}>", tile.data)
-
-    @T.macro
-    def await_product(pending, tile):
-        """All products but the last `pending` issued have ended, and tile's is among them."""
-        T.wait_wgmma(pending)
-        registers = int(tile.shape[0]) * int(tile.shape[1]) // WORKERS
-        T.warpgroup_fence_operand(tile, num_regs=registers)
-
-    @T.macro
-    def release(barriers, index):
-        if T.shuffle_elect(32):
-            T.barrier_arrive(barriers[index])
 
     @T.macro
     def issue_scores(k_tile, q_tile, stage, scores, warpgroup):
@@ -164,6 +140,16 @@ def make_macros(shape: Shape) -> Trip:
     def add_product(sums, factor, tile, stage):
         """dv of p and dout, and dk of ds and q."""
         return wgmma.issue_product(sums, factor, Operand(tile, False, stage * Q_BYTES), BLOCK_M)
+
+    return issue_scores, issue_dq, add_product
+
+
+def make_pointwise(shape: Shape) -> tuple[Any, Any, Any]:
+    """Those of `Trip` that make p of scores, and ds of p and dp."""
+    import tilelang.language as T
+
+    IS_CAUSAL, Sq, Skv = shape.IS_CAUSAL, shape.Sq, shape.Skv
+    BLOCK_M, diagonal = shape.BLOCK_M, shape.diagonal
 
     @T.macro
     def read_stats(stats, stats_tile, stage, which, first, count, thread):
@@ -197,27 +183,40 @@ def make_macros(shape: Shape) -> Trip:
         T.copy(dp, ds)
         wgmma.store_own_rows(ds, ds_tile, buffer, True, thread)
 
+    return read_stats, exponentiate, differentiate
+
+
+def make_outputs(shape: Shape) -> tuple[Any, Any, Any]:
+    """Those of `Trip` that hand on gradients."""
+    import tilelang.language as T
+
+    HEAD_DIM = shape.HEAD_DIM
+
     @T.macro
-    def put_dq(dq_acc, dq_16, dq_tiles, step, ends, scale, is_hidden, thread):
+    def put_dq(step, ends, is_hidden, consumer):
         """dq_acc to where a step's adder takes it from, which is free; by the last of those who
         add, dq. The adder is to be told.
 
-        is_hidden: from TileLang, as `store_own_rows` says."""
-        dq_tile, dq_rounded = dq_tiles
+        ends: the steps in which the task is the first of those, and the last. is_hidden: from
+        TileLang, as `store_own_rows` says."""
+        dq_tile, dq_rounded = consumer.buffers.dq, consumer.buffers.dq_rounded
+        dq_acc, dq_16 = consumer.registers.dq_acc, consumer.registers.dq_16
         first_until, last_from = ends
         if step >= last_from:
             if step >= first_until:
                 for i, d in T.Parallel(128, 64):
                     dq_acc[i, d] += dq_tile[i, d]
             for i, d in T.Parallel(128, 64):
-                dq_acc[i, d] *= scale
+                dq_acc[i, d] *= consumer.scale
             T.copy(dq_acc, dq_16)
-            wgmma.store_own_rows(dq_16, dq_rounded, 0, is_hidden, thread)
+            wgmma.store_own_rows(dq_16, dq_rounded, 0, is_hidden, consumer.thread)
         else:
-            hand_half(dq_acc, dq_tile, thread)
+            hand_half(dq_acc, dq_tile, consumer.thread)
 
     @T.macro
     def tell_adder(adder, warpgroup):
+        """A half of dq is where the adder takes it from. The copy engine is to read what threads
+        have stored, hence the fence."""
         wgmma.fence_stores()
         call("hand_in", FULL + adder * 2 + warpgroup)
 
@@ -238,16 +237,8 @@ def make_macros(shape: Shape) -> Trip:
                 leader_scope_threads=128,
             )
 
-    return Trip(
-        release,
-        await_product,
-        issue_scores,
-        issue_dq,
-        add_product,
-        read_stats,
-        exponentiate,
-        differentiate,
-        put_dq,
-        tell_adder,
-        store,
-    )
+    return put_dq, tell_adder, store
+
+
+def make_trip(shape: Shape) -> Trip:
+    return Trip(*make_products(shape), *make_pointwise(shape), *make_outputs(shape))
