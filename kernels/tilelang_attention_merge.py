@@ -46,9 +46,9 @@ class Sharing(NamedTuple):
 
 
 # A single query's part is nothing to its keys. Where there are heads enough, as in batches of 8,
-# sharing gains nothing and costs what parts are to keys: 12 % for 256 queries at 16,384 keys. With
-# one batch it gains most of the time there (both measured: benchmarks/NOTES.md). Few queries wait
-# for their keys, and keep the memory busy with half of the shares.
+# sharing gains nothing and costs a pass of the parts: 18 % for 256 queries at 16,384 keys. With one
+# batch it gains most of the time there (both measured: benchmarks/NOTES.md). Few queries wait for
+# their keys, and keep the memory busy with half of the shares.
 SHARINGS = (Sharing(1, 512, 0, 128), Sharing(64, 512, 32, 32), Sharing(512, 2048, 16, 8))
 # Of fewer keys one block is done before the host has launched twice.
 FEWEST_KEYS = 4096
