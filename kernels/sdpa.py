@@ -35,8 +35,9 @@ def sdpa_attention(
     and not within torch.func, where `sdpa_kernel` has not switched flash off. PyTorch adds such a
     mask to the scores: a masked one that is NaN stays NaN. With a scale that is not positive q is
     copied, and so are, on a GPU, inputs whose rows do not start at multiples of 16 bytes; a head
-    dim that is not a multiple of 8 is padded. On a GPU tensors of 2^31 elements and more are taken
-    in parts, and out is copied together from theirs.
+    dim that is not a multiple of 8 is padded. With `is_causal` and Sq == Skv inputs whose last dim
+    is strided are copied, and on a CPU those of less than MIN_CPU_KEYS keys. On a GPU tensors of
+    2^31 elements and more are taken in parts, and out is copied together from theirs.
     """
     Sq, Skv = q.shape[2], k.shape[2]
     if q.numel() == 0 or Skv == 0:  # zeros, with gradients of 0 for q and empty ones for k and v
@@ -81,10 +82,27 @@ def sdpa_attention(
     if q.shape[0] * q.shape[1] > MAX_HEADS and q.is_cuda:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _with_aligned_gradient(call(q, k, v))
-    if not q.is_cuda and Skv < MIN_CPU_KEYS:
+    if is_square_causal:
+        q, k, v = _for_fused(q), _for_fused(k), _for_fused(v)
+    elif not q.is_cuda and Skv < MIN_CPU_KEYS:
         with sdpa_kernel(SDPBackend.MATH):
             return call(q, k, v)
-    return _with_aligned_gradient(call(q, k, v))
+    out = call(q, k, v)
+    return _with_aligned_gradient(out if out.shape[2] == Sq else out[:, :, :Sq])
+
+
+def _for_fused(x: torch.Tensor) -> torch.Tensor:
+    """q, k or v of a causal square, as PyTorch's fused kernels take it: with rows that are
+    contiguous and, on a CPU, of MIN_CPU_KEYS at least.
+
+    Those kernels leave a masked score out. PyTorch's math, which takes what they do not, adds -inf
+    to it, and a NaN stays one. The zeros that follow are keys that no query sees but those that
+    follow, too.
+    """
+    if x.stride(3) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    missing = MIN_CPU_KEYS - x.shape[2]
+    return x if x.is_cuda or missing <= 0 else F.pad(x, (0, 0, 0, missing))
 
 
 def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

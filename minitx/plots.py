@@ -151,7 +151,10 @@ def draw(runs: Sequence[Path], out: Path, overwrite: bool) -> None:
     metrics = {label: run / "metrics.jsonl" for label, run in labels(runs).items()}
     plot_losses(metrics, out, unigram_entropy(runs))
     if len(pictures) == 2:
-        plot_parity(read_whole(parity, dict, {}), pictures[1])
+        try:
+            plot_parity(read_whole(parity, dict, {}), pictures[1])
+        except KeyError as error:
+            raise ValueError(f"{parity} is damaged: it holds no {error}; move it away") from error
     print(f"wrote {' and '.join(map(str, pictures))}")
 
 

@@ -240,13 +240,22 @@ def test_nan_shows_in_the_shortest_rows_too(kernel, device, Skv):
 
 
 @pytest.mark.contract("NaN, inf and huge logits", "causal, aligned bottom-right")
-def test_a_nan_key_reaches_only_the_queries_that_see_it(kernel, device):
-    q, k, v = make_qkv(1, 1, 1, 40, 40, 16, device=device)
+@pytest.mark.parametrize(
+    ("S", "layout"),
+    [
+        pytest.param(40, "bhsd", id="rows"),
+        pytest.param(2, "bhsd", id="shortest"),  # PyTorch's math takes what its other kernels
+        pytest.param(15, "bshd", id="short"),  # cannot, and adds -inf to masked scores
+        pytest.param(40, "step2", id="step2"),
+    ],
+)
+def test_a_nan_key_reaches_only_the_queries_that_see_it(kernel, device, S, layout):
+    q, k, v = make_qkv(1, 1, 1, S, S, 16, device=device, layout=layout)
     clean = attention(q, k, v, kernel=kernel)
-    k[:, :, 20] = NAN
+    k[:, :, S // 2] = NAN
     out = attention(q, k, v, kernel=kernel)
-    torch.testing.assert_close(out[:, :, :20], clean[:, :, :20])
-    assert out[:, :, 20:].isnan().all()
+    torch.testing.assert_close(out[:, :, : S // 2], clean[:, :, : S // 2])
+    assert out[:, :, S // 2 :].isnan().all()
 
 
 @pytest.mark.contract("NaN, inf and huge logits")

@@ -297,6 +297,16 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
+def test_a_parity_that_lacks_what_is_drawn_is_one_line(tmp_path, capsys):
+    run = fake_run(tmp_path / "a", [5.0, 4.0])
+    parity = run / "parity.json"
+    parity.write_text('{"steps": 2}')
+    assert plots.main([str(run), "--out", str(tmp_path / "loss.png")]) == 2
+    assert capsys.readouterr().err == (
+        f"python -m minitx.plots: error: {parity} is damaged: it holds no 'kernel'; move it away\n"
+    )
+
+
 def test_the_module_draws_a_real_run_and_its_parity(tmp_path):
     assert run_train(tiny_args(tmp_path, max_steps=2)) == 0
     out = tmp_path / "loss.png"
