@@ -72,6 +72,8 @@ def sdpa_attention(
     # Where torch.compile keeps sizes symbolic, a comparison is a bool only once it was branched on.
     is_square_causal = True if is_causal and Sq == Skv else False  # noqa: SIM210
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
+    if is_square_causal:
+        q, k, v = _for_fused(q), _for_fused(k), _for_fused(v)
     call = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=mask,
@@ -82,9 +84,7 @@ def sdpa_attention(
     if q.shape[0] * q.shape[1] > MAX_HEADS and q.is_cuda:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _with_aligned_gradient(call(q, k, v))
-    if is_square_causal:
-        q, k, v = _for_fused(q), _for_fused(k), _for_fused(v)
-    elif not q.is_cuda and Skv < MIN_CPU_KEYS:
+    if not is_square_causal and not q.is_cuda and Skv < MIN_CPU_KEYS:
         with sdpa_kernel(SDPBackend.MATH):
             return call(q, k, v)
     out = call(q, k, v)
