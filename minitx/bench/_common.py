@@ -14,6 +14,7 @@ from typing import Any, get_origin
 import torch
 
 from minitx.metrics import git_commit
+from minitx.run_files import written_whole
 from minitx.versions import package_version
 
 Row = dict[str, Any]
@@ -98,12 +99,10 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """One column for each key of the first row; None becomes an empty cell. What was there before
     is replaced at once, so that a kill leaves one or the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as new, new.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    partial.replace(path)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
