@@ -6,6 +6,7 @@ A user's mistake is one line on stderr and exit code 2, never a stack trace; MIN
 the trace too.
 """
 
+import argparse
 import dataclasses
 import errno
 import itertools
@@ -172,6 +173,13 @@ def _one_line(message: str) -> str:
     """jsonargparse explains itself over several lines, the cause first."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return "; ".join(line.rstrip(".:") if line.endswith((".", ":")) else line for line in lines)
+
+
+def path_argument(text: str) -> Path:
+    """argparse's type of a path. Refuses an empty one, which would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path")
+    return Path(text)
 
 
 def run_cli(
