@@ -320,7 +320,7 @@ ONES = [ones for ones in itertools.product([False, True], repeat=3) if any(ones)
 
 
 @pytest.mark.contract("strides", "sizes")
-@pytest.mark.parametrize("odd", [0, 7, 2**40 + 1])
+@pytest.mark.parametrize("odd", [0, 7])
 @pytest.mark.parametrize("ones", ONES)
 def test_dims_of_one(kernel, device, ones, odd):
     """A stride of such a dim means nothing, and may be any number."""
