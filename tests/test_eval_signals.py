@@ -18,8 +18,12 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def hangups_are_heeded():
-    """Also where nohup runs the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Also where nohup runs the tests; and one that is not taken ends a test, not all of them."""
+
+    def missed(number, frame):
+        raise AssertionError("a hangup that nobody took")
+
+    before = signal.signal(signal.SIGHUP, missed)
     yield
     signal.signal(signal.SIGHUP, before)
 
