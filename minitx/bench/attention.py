@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from minitx.bench import _common as common
 from minitx.bench.attention_measure import KernelOnCase, Skips, measure_cases
-from minitx.bench.attention_report import plot, print_tables
+from minitx.bench.attention_report import are_results, plot, print_tables
 from minitx.bench.attention_variants import (
     DTYPES,
     HOST_PASSES,
@@ -270,6 +270,8 @@ def measure_all(
 def run(config: AttentionBenchConfig) -> int:
     if config.plot is not None:
         rows = common.read_csv(config.plot)
+        if not are_results(rows):
+            raise ValueError(f"--plot {config.plot} is no attention.csv of this command; give one")
         print_tables(rows)
         if plot(config.plot, config.plot.with_suffix(".png")):
             print(f"\nwrote {config.plot.with_suffix('.png')}")

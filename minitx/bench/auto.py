@@ -22,7 +22,7 @@ from statistics import geometric_mean
 from typing import TypeVar
 
 from minitx.bench import _common as common
-from minitx.bench.attention_report import has_fewer_queries
+from minitx.bench.attention_report import are_results, has_fewer_queries
 from minitx.cli import path_argument
 from minitx.kernels.auto_choice import (
     UNMEASURED,
@@ -141,6 +141,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         rows = common.read_csv(arguments.csv)
+        if not are_results(rows):
+            raise ValueError("it is no CSV of python -m minitx.bench attention; give one")
         tables = {
             (is_grouped, is_chunk): (chunk_choices if is_chunk else choices)(chosen)
             for is_grouped in (False, True)

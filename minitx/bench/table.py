@@ -48,7 +48,7 @@ def render(path: Path, filters: dict[str, list[str]] | None = None) -> str:
 
 def tables(rows: Sequence[CsvRow], path: Path) -> Sequence[Table]:
     """What the kind of CSV calls for; each kind has a column that no other has."""
-    if "tflop_per_s" in rows[0]:
+    if attention_report.are_results(rows):
         return attention_report.tables(rows)
     if "perplexity" in rows[0]:
         return bench_eval.tables(rows)
