@@ -7,8 +7,9 @@
     python train.py --debug.replay runs/triton/debug_step_00000012.safetensors --kernel eager
 
 Before training, a few steps on --compare (eager) and on --kernel must give the same losses within
-an error budget; exit code 3 says that they did not. Ctrl-C and SIGTERM save and stop; a second one
-stops at once. `--help` explains every setting and exit code.
+an error budget; exit code 3 says that they did not. Ctrl-C, SIGTERM and a closed terminal (SIGHUP,
+unless nohup has it ignored) save and stop; a second one stops at once. `--help` explains every
+setting and exit code.
 """
 
 import itertools

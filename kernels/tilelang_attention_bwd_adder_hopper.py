@@ -30,6 +30,7 @@ from minitx.kernels.tilelang_attention_bwd_work_hopper import (
     Shape,
     call,
     release,
+    task_variables,
 )
 
 
@@ -145,12 +146,7 @@ def make_adder(shape: Shape) -> Any:
     def add(thread, group, dq, dq_sum, turns, buffers, barriers):
         task, task_full = buffers.task, barriers.task_full
         # Variables: an expression would be computed anew wherever it is read.
-        served = T.alloc_var("int32", init=0)  # tasks
-        tile = T.alloc_var("int32", init=0)
-        kv_head = T.alloc_var("int32", init=0)
-        batch = T.alloc_var("int32", init=0)
-        is_late = T.alloc_var("bool", init=False)
-        first_m = T.alloc_var("int32", init=0)
+        served, tile, kv_head, batch, is_late, first_m = task_variables()
         next_m = T.alloc_var("int32", init=0)
         first_until = T.alloc_var("int32", init=0)
         last_from = T.alloc_var("int32", init=0)

@@ -234,12 +234,7 @@ def make_producer(shape: Shape) -> Any:
         k, v = tensors[1:3]
         task, task_full, task_free = buffers.task, barriers.task_full, barriers.task_free
         # Variables: an expression would be computed anew wherever it is read.
-        served = T.alloc_var("int32", init=0)  # tasks
-        tile = T.alloc_var("int32", init=0)
-        kv_head = T.alloc_var("int32", init=0)
-        batch = T.alloc_var("int32", init=0)
-        is_late = T.alloc_var("bool", init=False)
-        first_m = T.alloc_var("int32", init=0)
+        served, tile, kv_head, batch, is_late, first_m = task_variables()
         steps = T.alloc_var("int32", init=0)  # one at least: the last query reads every key
         passed = T.alloc_var("int32", init=0)  # steps
         number = T.alloc_var("int32", init=block)
@@ -282,6 +277,17 @@ def make_producer(shape: Shape) -> Any:
             T.barrier_arrive(task_full[served % 2])
 
     return produce
+
+
+def task_variables() -> tuple[Any, ...]:
+    """What each part of a block keeps of its task, as variables that take its values in turn: how
+    many tasks were served before, tile of keys, key head, batch, whether it is late, and its first
+    tile of queries."""
+    import tilelang.language as T
+
+    served, tile, kv_head, batch = (T.alloc_var("int32", init=0) for _ in range(4))
+    is_late, first_m = T.alloc_var("bool", init=False), T.alloc_var("int32", init=0)
+    return served, tile, kv_head, batch, is_late, first_m
 
 
 def _keep(value: Any) -> Any:

@@ -6,11 +6,13 @@ A user's mistake is one line on stderr and exit code 2, never a stack trace; MIN
 the trace too.
 """
 
+import argparse
 import dataclasses
 import errno
 import itertools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +38,14 @@ EXIT_USER_ERROR = 2
 EXIT_PARITY_FAILED = 3
 EXIT_NON_FINITE = 5  # 4 is eval.py's: a later token moves an earlier loss
 EXIT_NOT_WRITTEN = 6
+# As jsonargparse names them, and as the line about a mistake does.
+TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list as [1,2]",
+    "NoneType": "null",
+}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -99,7 +109,7 @@ def parse_config(
         namespace = parser.parse_args(argv)
         namespace = parser.instantiate(namespace)
     except ArgumentError as error:
-        raise UserError(_one_line(str(error))) from error
+        raise UserError(_one_line(_in_words(str(error)))) from error
     names = _setting_names(config_class)
     return config_class(**{k: v for k, v in vars(namespace).items() if k in names})
 
@@ -168,10 +178,37 @@ def _config_paths(argv: list[str]) -> list[str]:
     return paths + [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
 
 
+def _in_words(message: str) -> str:
+    """What jsonargparse says of a value of another type: the flag, what was expected, what was
+    given. Any other message as it is."""
+    flag = re.match(r'Parser key "([^"]+)":', message)
+    types = re.findall(r"Expected a (.+?)(?:\. Got value: .*)?$", message, re.MULTILINE)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    if not (flag and types and value):
+        return message
+    expected = " or ".join(_type_in_words(each) for each in types)
+    return f"--{flag[1]}: expected {expected}, got {value[1]}"
+
+
+def _type_in_words(text: str) -> str:
+    if text.startswith("typing.Literal"):
+        values = re.findall(r"'([^']*)'", text)
+        return f"one of {', '.join(values)}"
+    name = text.removeprefix("<class '").removesuffix("'>")
+    return TYPES.get(name, name)
+
+
 def _one_line(message: str) -> str:
     """jsonargparse explains itself over several lines, the cause first."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return "; ".join(line.rstrip(".:") if line.endswith((".", ":")) else line for line in lines)
+
+
+def path_argument(text: str) -> Path:
+    """argparse's type of a path. Refuses an empty one, which would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path")
+    return Path(text)
 
 
 def run_cli(

@@ -190,6 +190,7 @@ class TrainConfig:
             {
                 "--out_dir": self.out_dir,
                 "--resume": self.resume,
+                "--debug.replay": self.debug.replay,
                 "--data.source": self.data.source,
                 "--data.cache_dir": self.data.cache_dir,
             }

@@ -88,6 +88,7 @@ class EvalConfig:
                 "--checkpoint": self.checkpoint,
                 "--out_dir": self.out_dir,
                 "--data.source": self.data.source,
+                "--data.tokenizer": self.data.tokenizer,
                 "--data.cache_dir": self.data.cache_dir,
             }
         )

@@ -21,24 +21,25 @@ CONTEXTS_HEADER = (
 PASSKEY_HEADER = "kernel             context   depth  trials  accuracy  nats of the digits"
 
 
-def choose_out_dir(given: str | None, checkpoint: Path, overwrite: bool) -> Path:
-    """The folder for eval.json and eval.png, made if it is not there.
-
-    By default eval/ in the run's folder, or in the checkpoint's own where it is in no run. Raises
-    ValueError where that would overwrite either file.
-    """
+def choose_out_dir(given: str | None, checkpoint: Path) -> Path:
+    """The folder for eval.json and eval.png, made if it is not there: by default eval/ in the run's
+    folder, or in the checkpoint's own where it is in no run."""
     if given is not None:
         out_dir = Path(given).expanduser()
     else:
         in_run = checkpoint.parent.name == "checkpoints"
         out_dir = (checkpoint.parent.parent if in_run else checkpoint) / "eval"
+    make_out_dir(out_dir)
+    return out_dir
+
+
+def refuse_to_overwrite(out_dir: Path) -> None:
+    """Raises ValueError where an evaluation is in the folder already."""
     for name in ("eval.json", "eval.png"):
-        if (out_dir / name).exists() and not overwrite:
+        if (out_dir / name).exists():
             raise ValueError(
                 f"{out_dir / name} exists; give --overwrite true, or another --out_dir"
             )
-    make_out_dir(out_dir)
-    return out_dir
 
 
 def to_json(value: Any) -> Any:

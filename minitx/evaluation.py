@@ -5,7 +5,8 @@ What a length gave is in eval.json before the next one begins.
 
 Exit codes: 0; 1 where the kernel ran out of memory at every length; 2 for a user's mistake; 3 where
 the kernel fails parity; 4 where a later token moved an earlier loss, which stops the run; 6 where
-the disk is full or fails; 130 after Ctrl-C or SIGTERM, with what was finished printed and written.
+the disk is full or fails; 130 after Ctrl-C, SIGTERM or SIGHUP, with what was finished printed and
+written.
 """
 
 import gc
@@ -37,6 +38,7 @@ from minitx.kernel_flags import check_kernels
 from minitx.metrics import environment, is_out_of_memory, peak_memory_gib, reset_peak_memory
 from minitx.model import GPT
 from minitx.passkey import Prompt, answer_prompt, make_prompts
+from minitx.run_lock import only_run_in
 from minitx.scoring import Documents, How, Scores, causality_leak, score_windows
 from minitx.signals import Stopped, StopRequest
 from minitx.trained import find_trained
@@ -74,7 +76,16 @@ def run_evaluation(config: EvalConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     checkpoint = find_trained(Path(config.checkpoint))
-    out_dir = eval_report.choose_out_dir(config.out_dir, checkpoint, config.overwrite)
+    out_dir = eval_report.choose_out_dir(config.out_dir, checkpoint)
+    with only_run_in(out_dir):
+        if not config.overwrite:
+            eval_report.refuse_to_overwrite(out_dir)
+        return evaluate_into(out_dir, config, checkpoint, device, dtype)
+
+
+def evaluate_into(
+    out_dir: Path, config: EvalConfig, checkpoint: Path, device: torch.device, dtype: torch.dtype
+) -> int:
     model, state = load_for_contexts(config, checkpoint, device)
     check_kernels(config.kernel, config.compare, model.config, device, dtype)
     tokenizer = checkpoint_tokenizer(checkpoint, config.data.tokenizer)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from minitx.checkpoint import CheckpointError
 from minitx.cli import run_cli
+from minitx.config import refuse_empty
 from minitx.model import GPT, KVCache
 from minitx.tokenizer import Tokenizer, load_tokenizer
 from minitx.trained import find_trained, load_trained
@@ -221,6 +222,7 @@ def write_stream(pieces: Iterator[bytes]) -> None:
 
 def generate_text(config: GenerateConfig) -> int:
     """Runs the command; returns its exit code."""
+    refuse_empty({"--checkpoint": config.checkpoint})
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     checkpoint = find_trained(Path(config.checkpoint))

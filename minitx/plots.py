@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minitx.cli import EXIT_USER_ERROR
+from minitx.cli import EXIT_USER_ERROR, path_argument
 from minitx.metrics import read_metrics
 from minitx.run_files import read_whole, written_whole
 
@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minitx.plots", description="Draw the losses of runs over one another."
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="the picture")
+    parser.add_argument("runs", nargs="+", type=path_argument, help="run folders")
+    parser.add_argument("--out", type=path_argument, default=Path("loss.png"), help="the picture")
     parser.add_argument("--overwrite", action="store_true", help="replace pictures that are there")
     args = parser.parse_args(argv)
     try:

@@ -8,7 +8,8 @@ from typing import Any
 from minitx.checkpoint import find_checkpoint, load_state
 from minitx.config import TrainConfig, differences, to_dict
 from minitx.run_files import make_out_dir
-from minitx.run_lock import only_run_in
+
+CONFIG = "config.yaml"  # what makes a folder a run's
 
 # Settings that change what is printed or kept, and not what is learned.
 HARMLESS = {
@@ -35,33 +36,39 @@ NEEDED = (
 
 
 def choose_out_dir(config: TrainConfig) -> Path:
-    """Makes and returns the folder of a fresh run. Nothing that is there is touched unasked.
-
-    With --resume auto it may hold a run that was killed before its first checkpoint. Raises
-    ValueError for a folder that holds anything else, unless --overwrite.
-    """
+    """Makes and returns the folder of a fresh run. What is there is left for `clear_out_dir`."""
     if config.resume == "auto":
         path = auto_folder(config)
-        begun = (path / "config.yaml").is_file()
     else:
         path = Path(config.out_dir) if config.out_dir else _next_folder(config)
-        begun = False
     make_out_dir(path)
-    if any(path.iterdir()) and not begun:
-        if not config.overwrite:
-            raise ValueError(
-                f"--out_dir {path} is not empty; choose another, go on with --resume {path}, "
-                "or empty it with --overwrite"
-            )
-        # Only a run's own folder is ever emptied: a slip such as --out_dir ~ loses nothing.
-        if not (path / "config.yaml").is_file():
-            raise ValueError(
-                f"--overwrite: {path} holds no config.yaml, so it is not a run's folder"
-            )
-        with only_run_in(path):
-            shutil.rmtree(path)
-        make_out_dir(path)
     return path
+
+
+def clear_out_dir(path: Path, config: TrainConfig) -> None:
+    """Empties the folder of a fresh run, which this process must hold. Nothing that is there is
+    touched unasked.
+
+    With --resume auto it may hold a run that was killed before its first checkpoint, which stays.
+    Raises ValueError for a folder that holds anything else, unless --overwrite.
+    """
+    is_run = (path / CONFIG).is_file()
+    if (config.resume == "auto" and is_run) or not any(path.iterdir()):
+        return
+    if not config.overwrite:
+        raise ValueError(
+            f"--out_dir {path} is not empty; choose another, go on with --resume {path}, "
+            "or empty it with --overwrite"
+        )
+    # Only a run's own folder is ever emptied: a slip such as --out_dir ~ loses nothing.
+    if not is_run:
+        raise ValueError(f"--overwrite: {path} holds no {CONFIG}, so it is not a run's folder")
+    # What says whose folder it is goes last, so that one that was half emptied can be emptied.
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == CONFIG):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def auto_folder(config: TrainConfig) -> Path:

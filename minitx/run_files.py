@@ -11,8 +11,11 @@ from typing import Any
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to, and renames it when that is done: a kill, or a disk
-    that is full, leaves the old file. Errors of the disk say which file it was."""
-    new = path.with_name(f"{path.name}.new")
+    that is full, leaves the old file. Errors of the disk say which file it was.
+
+    The path is this process's own: of two that write one file at once the last one's stays, whole.
+    """
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         yield new
         os.replace(new, path)

@@ -1,4 +1,5 @@
-"""How a run is asked to stop: Ctrl-C (SIGINT) and SIGTERM."""
+"""How a run is asked to stop: Ctrl-C (SIGINT), SIGTERM, and SIGHUP, which comes when its terminal
+is closed or its connection ends."""
 
 import os
 import signal
@@ -6,7 +7,13 @@ import sys
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
+SIGNALS = tuple(n for n in (signal.SIGINT, signal.SIGTERM, SIGHUP) if n is not None)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those of SIGNALS that stop this process: not SIGHUP where it is ignored, as under nohup."""
+    return [n for n in SIGNALS if n != SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 class Stopped(KeyboardInterrupt):
@@ -17,7 +24,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """While entered, SIGINT and SIGTERM do not end the process where it stands.
+    """While entered, SIGNALS do not end the process where it stands.
 
     The first one raises Stopped until `defer` is called, and sets `requested` after it, which the
     training loop looks at between steps: a step, an evaluation or a save is finished first. A
@@ -35,7 +42,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # the only one that may
-            for number in SIGNALS:
+            for number in heeded_signals():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -44,7 +51,7 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        for each in SIGNALS:  # the system's own action needs no Python to run
+        for each in self._previous:  # the system's own action needs no Python to run
             signal.signal(each, signal.SIG_DFL)
         self.requested = True
         if not self._deferred:

@@ -316,12 +316,22 @@ def test_q_k_and_v_have_strides_of_their_own(kernel, device, transposed):
     )
 
 
+ONES = [ones for ones in itertools.product([False, True], repeat=3) if any(ones)]
+
+
 @pytest.mark.contract("strides", "sizes")
-@pytest.mark.parametrize("ones", list(itertools.product([False, True], repeat=3)))
-def test_dims_of_one(kernel, device, ones):
+@pytest.mark.parametrize("odd", [0, 7])
+@pytest.mark.parametrize("ones", ONES)
+def test_dims_of_one(kernel, device, ones, odd):
     """A stride of such a dim means nothing, and may be any number."""
     B, H, S = (1 if is_one else n for is_one, n in zip(ones, (2, 3, 5), strict=True))
-    q, k, v, dout = (torch.randn(B, S, H, 16, device=device).transpose(1, 2) for _ in range(4))
+
+    def make() -> torch.Tensor:
+        t = torch.randn(B, S, H, 16, device=device).transpose(1, 2)
+        outer = [odd if is_one else t.stride(dim) for dim, is_one in enumerate(ones)]
+        return t.as_strided(t.shape, (*outer, 1))
+
+    q, k, v, dout = (make() for _ in range(4))
     actual = run_attention(kernel, q, k, v, dout, is_causal=True, return_lse=False)
     expected = oracle_attention(q, k, v, dout, is_causal=True)
     for name in ("out", "dq", "dk", "dv"):

@@ -309,6 +309,9 @@ def test_the_command(tmp_path, capsys):
     common.write_csv(tmp_path / "a.csv", [r for r in ROWS if r["pass"] != "both"])
     assert bench.main(["auto", str(tmp_path / "a.csv")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "other.csv").write_text("kernel,loss\nsdpa,1.0\n")
+    assert bench.main(["auto", str(tmp_path / "other.csv")]) == 2
+    assert "other.csv: it is no CSV of python -m minitx.bench attention" in capsys.readouterr().err
     assert bench.main(["auto", str(tmp_path / "missing.csv")]) == 2
 
 

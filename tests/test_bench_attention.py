@@ -169,6 +169,8 @@ def test_a_cpu_times_its_host_where_it_is_asked_to():
         (["--queries", "9", "--seq_lens", "8,9"], "--queries: 9 is no fewer than any of --seq"),
         (["--queries", "4", "--passes", "both"], "--queries: only forwards are measured, got"),
         (["--plot", "nowhere.csv"], "nowhere.csv"),
+        (["--plot", __file__], f"--plot {__file__} is no attention.csv of this command; give one"),
+        (["--out_dir", ""], "--out_dir is empty; give a path, or leave it out"),
         (["--kernle", "sdpa"], "unrecognized arguments: --kernle"),
     ],
 )

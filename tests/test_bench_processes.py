@@ -1,6 +1,10 @@
 """Processes that measure for minitx.bench: what they send, how they end, and what a crash costs."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -36,6 +40,35 @@ def test_a_worker_that_dies_says_how(target, timeout_s, message):
     if isinstance(heard, int):  # its process id
         with pytest.raises(ProcessLookupError):
             os.kill(heard, 0)
+
+
+STARTS_ANOTHER = """
+import sys
+from pathlib import Path
+from minitx.bench.processes import exit_on_signals, run_process
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+with exit_on_signals():
+    run_process([sys.executable, "-c", child], Path(sys.argv[1]), 600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_stop_leaves_no_process(number, tmp_path):
+    log = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS_ANOTHER, str(log)],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
+    )
+    deadline = time.monotonic() + 60
+    while not (log.is_file() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    code, started = process.wait(timeout=60), int(log.read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(started, signal.SIGKILL)
+    assert code == 128 + number
 
 
 def test_a_crash_costs_one_kernel_and_no_other(monkeypatch, tmp_path):

@@ -143,6 +143,7 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, where):
         (["--elements", "0"], "must be 1 or more"),
         (["--budget_ms", "0"], "--budget_ms must be above 0, got 0"),
         (["--device", "tpu"], "--device: unknown 'tpu'; expected cuda or cpu"),
+        (["--out_dir", ""], "--out_dir is empty; give a path, or leave it out"),
         (["--kernle", "torch"], "unrecognized arguments: --kernle"),
     ],
 )

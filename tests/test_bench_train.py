@@ -215,6 +215,7 @@ def test_arguments_reach_train(tmp_path, fake_train, monkeypatch):
         (["--compile", "maybe"], "maybe"),
         (["--extra_args=--sed=1"], "--sed"),
         (["--extra_args=--optim.lr=-1"], "--optim.lr must not be negative"),
+        (["--out_dir", ""], "--out_dir is empty; give a path, or leave it out"),
         (["--device", "tpu"], "--device: unknown 'tpu'"),
     ],
 )

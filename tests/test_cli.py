@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from command import run_train, tiny_args
 
+from minitx import plots
+from minitx.bench import __main__ as bench
 from minitx.cli import make_parser, parse_config
 from minitx.config import TrainConfig
 
@@ -19,9 +21,13 @@ ROOT = Path(__file__).parent.parent
         (["--no_such_flag=1"], "no_such_flag"),
         (["--model.n_layerr=1"], "model.n_layerr"),
         (["stray"], "stray"),
-        (["--optim.lr=fast"], "optim.lr"),
-        (["--model.n_layer=2.5"], "model.n_layer"),
-        (["--optim.schedule=step"], "optim.schedule"),
+        (["--optim.lr=fast"], "error: --optim.lr: expected a number, got fast\n"),
+        (["--optim.lr=nan"], "error: --optim.lr: expected a number, got nan\n"),
+        (["--model.n_layer=2.5"], "error: --model.n_layer: expected a whole number, got 2.5\n"),
+        (["--batch.micro=all"], "--batch.micro: expected a whole number or null, got all\n"),
+        (["--compile=maybe"], "error: --compile: expected true or false, got maybe\n"),
+        (["--optim.schedule=step"], "expected one of cosine, wsd, constant, got step\n"),
+        (["--model=3"], "model"),
         (["--kernel=flash"], "--kernel flash is unknown; expected one of auto, reference, eager"),
         (["--compare=flash"], "--compare flash is unknown"),
         (["--config=nowhere.yaml"], "--config nowhere.yaml: no such file"),
@@ -39,6 +45,8 @@ ROOT = Path(__file__).parent.parent
         (["--optim.lr=1e-5"], "--optim.min_lr 6e-05 is above --optim.lr 1e-05, which decays to it"),
         (["--batch.seq_len=0"], "--batch.seq_len must be at least 1, got 0"),
         (["--model.vocab_size=0"], "vocab_size must be at least 1, got 0"),
+        (["--out_dir="], "--out_dir is empty; give a path, or leave it out"),
+        (["--debug.replay="], "--debug.replay is empty; give a path"),
         (["--resume="], "--resume is empty; give a path, or leave it out"),
         (["--data.source="], "--data.source is empty; give a path"),
         (["--optim.beta1=2"], "--optim.beta1 must be at least 0 and below 1, got 2.0"),
@@ -135,6 +143,28 @@ def test_a_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     for _ in range(2):
         assert run_train(args) == 0
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"sdpa", "sdpa-2"}
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (plots.main, [""]),
+        (plots.main, ["run", "--out", ""]),
+        (bench.main, ["eval", "", "--out=x.csv"]),
+        (bench.main, ["eval", "run", "--out="]),
+        (bench.main, ["table", ""]),
+        (bench.main, ["table", "--readme="]),
+        (bench.main, ["auto", ""]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_empty_path_is_not_the_current_folder(main, argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        main(argv)
+    assert exited.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(": is empty; give a path")
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_explains_every_flag():

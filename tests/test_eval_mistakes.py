@@ -58,6 +58,8 @@ def own_cache(tmp_path, monkeypatch):
         (["--rope_scaling", "yarn", "--rope_factor", "0.5"], "rope_factor must be at least 1"),
         (["--rope_scaling", "longer"], "rope_scaling"),
         (["--checkpoint", ""], "--checkpoint is empty; give a path"),
+        (["--out_dir", ""], "--out_dir is empty; give a path"),
+        (["--data.tokenizer", ""], "--data.tokenizer is empty; give a path"),
         (["--data.source", ""], "--data.source is empty; give a path"),
         (["--device", "tpu"], "--device tpu is unknown"),
         (["--data.source", "no/such/file.txt"], "no such file or folder: no/such/file.txt"),

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in eval.py: what was finished is printed and written, without a traceback."""
+"""Ctrl-C, SIGTERM and SIGHUP in eval.py: what was finished is printed and written, no traceback."""
 
 import os
 import signal
@@ -13,7 +13,19 @@ from eval_runs import TEXT, make_run, report_of, run_eval
 from minitx import evaluation
 
 ROOT = Path(__file__).parent.parent
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heeded():
+    """Also where nohup runs the tests; and one that is not taken ends a test, not all of them."""
+
+    def missed(number, frame):
+        raise AssertionError("a hangup that nobody took")
+
+    before = signal.signal(signal.SIGHUP, missed)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

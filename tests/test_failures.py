@@ -295,7 +295,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(name, tmp_path, monkeypatch
     original = Path.write_text
 
     def write_text(path, text, **options):
-        if path != tmp_path / "run" / f"{name}.new":
+        if path != tmp_path / "run" / f"{name}.{os.getpid()}.new":
             return original(path, text, **options)
         original(path, text[:10], **options)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -275,6 +275,7 @@ def test_the_notes(run, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--checkpoint", ""], "--checkpoint is empty; give a path"),
         (["--checkpoint", "nowhere"], "nowhere: no such folder; give a run folder"),
         (["--kernel", "tritom"], "unknown kernel 'tritom'; expected one of auto"),
         (["--top_p", "0"], "top_p must be above 0"),

@@ -1,9 +1,12 @@
-"""Ctrl-C and SIGTERM at every stage of a run: saved or nothing to save, one line, no traceback."""
+"""Ctrl-C, SIGTERM and SIGHUP at every stage of a run: saved or nothing to save, in one line."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -16,7 +19,19 @@ from minitx.metrics import read_metrics
 from minitx.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heeded():
+    """Also where nohup runs the tests; and one that is not taken ends a test, not all of them."""
+
+    def missed(number, frame):
+        raise AssertionError("a hangup that nobody took")
+
+    before = signal.signal(signal.SIGHUP, missed)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def kill_in(monkeypatch, owner, name: str, number: int, at_call: int = 1, then=None) -> None:
@@ -93,6 +108,24 @@ def test_the_run_is_saved_and_says_how_to_go_on(stage, number, tmp_path, monkeyp
     assert [r["step"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "eval"] == [4, 6]
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_nohup_ignores_stays_ignored(first, tmp_path, monkeypatch, capsys):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    kill_in(monkeypatch, Trainer, "launch_step", first, at_call=2)
+    found = []
+    original = checkpoint.write_tensors
+
+    def write_tensors(*args):  # after a signal, which has the system's own action put back
+        found.append(signal.getsignal(signal.SIGHUP))
+        return original(*args)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_tensors)
+    assert run_train(tiny_args(tmp_path, compare="none")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("done: 6 steps" if first == signal.SIGHUP else "stopped at step 2, ")
+    assert set(found) == {signal.SIG_IGN}
+
+
 def test_after_the_last_step_the_run_is_finished(tmp_path, monkeypatch, capsys):
     kill_in(monkeypatch, report, "finish", signal.SIGTERM)
     assert run_train(tiny_args(tmp_path, compare="none")) == 0
@@ -145,6 +178,29 @@ def test_the_script_saves_and_says_how_to_go_on(tmp_path):
     assert last.startswith("stopped at step ")
     assert last.endswith(f"saved; go on with: python train.py --resume {tmp_path / 'run'}")
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+def test_a_terminal_that_is_closed_loses_nothing(tmp_path):
+    """As when a connection ends: a signal comes, and what is printed from then on is an error."""
+    args = tiny_args(tmp_path, compare="none", max_steps=100_000, log__eval_interval=0)
+    ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/cpu.yaml"), *args],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    wait_for(tmp_path / "run" / "metrics.jsonl", process)
+    os.close(ours)
+    process.wait(timeout=60)
+    assert load_state(find_checkpoint(tmp_path / "run"))["step"] > 0
 
 
 SLOW_EVALUATION = """

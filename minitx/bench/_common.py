@@ -3,18 +3,21 @@
 GiB is 2**30 bytes and TB/s 1e12 bytes a second.
 """
 
+import contextlib
 import csv
 import dataclasses
 import gc
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 import torch
 
+from minitx.config import refuse_empty
 from minitx.metrics import git_commit
-from minitx.run_files import written_whole
+from minitx.run_files import make_out_dir, written_whole
+from minitx.run_lock import only_run_in
 from minitx.versions import package_version
 
 Row = dict[str, Any]
@@ -88,11 +91,24 @@ def check_device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def refuse_to_overwrite(paths: Iterable[Path], overwrite: bool) -> None:
-    """Before anything is measured. Raises FileExistsError."""
-    for path in paths:
-        if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} exists: choose another --out_dir, or add --overwrite")
+@contextlib.contextmanager
+def out_folder(out_dir: str, names: Iterable[str], overwrite: bool) -> Iterator[Path]:
+    """Makes the folder --out_dir names and holds it against other processes, before anything is
+    measured.
+
+    Raises ValueError for a folder that cannot be had, and FileExistsError where it has one of
+    `names` already, unless `overwrite`.
+    """
+    refuse_empty({"--out_dir": out_dir})
+    folder = Path(out_dir)
+    make_out_dir(folder)
+    with only_run_in(folder):
+        for path in (folder / name for name in names):
+            if path.exists() and not overwrite:
+                raise FileExistsError(
+                    f"{path} exists: choose another --out_dir, or add --overwrite"
+                )
+        yield folder
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

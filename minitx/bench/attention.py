@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from minitx.bench import _common as common
 from minitx.bench.attention_measure import KernelOnCase, Skips, measure_cases
-from minitx.bench.attention_report import plot, print_tables
+from minitx.bench.attention_report import are_results, plot, print_tables
 from minitx.bench.attention_variants import (
     DTYPES,
     HOST_PASSES,
@@ -55,7 +55,7 @@ from minitx.bench.attention_variants import (
     Case,
     why_not,
 )
-from minitx.bench.processes import WorkerDied, exit_on_sigterm, run_worker
+from minitx.bench.processes import WorkerDied, exit_on_signals, run_worker
 from minitx.cli import EXIT_PARITY_FAILED, run_cli
 from minitx.config import refuse_nothing
 from minitx.kernels.checks import MAX_HEAD_DIM
@@ -141,7 +141,7 @@ class AttentionBenchConfig:
     quick: bool = False
     timeout_s: float = 180.0
     device: str | None = None
-    out_dir: Path = Path("runs/bench")
+    out_dir: str = "runs/bench"
     overwrite: bool = False
     label: str = ""
     plot: Path | None = None
@@ -270,6 +270,8 @@ def measure_all(
 def run(config: AttentionBenchConfig) -> int:
     if config.plot is not None:
         rows = common.read_csv(config.plot)
+        if not are_results(rows):
+            raise ValueError(f"--plot {config.plot} is no attention.csv of this command; give one")
         print_tables(rows)
         if plot(config.plot, config.plot.with_suffix(".png")):
             print(f"\nwrote {config.plot.with_suffix('.png')}")
@@ -278,15 +280,29 @@ def run(config: AttentionBenchConfig) -> int:
     refuse_nothing({"--budget_ms": config.budget_ms, "--timeout_s": config.timeout_s})
     cases = make_cases(config, device)
     kernels = choose_kernels(config, device, cases)
-    csv_path, png_path = config.out_dir / "attention.csv", config.out_dir / "attention.png"
-    common.refuse_to_overwrite([csv_path, png_path], config.overwrite)
     budget_ms = config.budget_ms or (QUICK_BUDGET_MS if config.quick else BUDGET_MS[device])
+    names = ("attention.csv", "attention.png")
+    with common.out_folder(config.out_dir, names, config.overwrite) as folder:
+        rows = measure_into(folder, config, device, cases, kernels, budget_ms)
+    bad = [r for r in rows if r["status"].startswith(("wrong", "failed"))]
+    return EXIT_PARITY_FAILED if any(r["kernel"] in OURS for r in bad) else 0
 
+
+def measure_into(
+    folder: Path,
+    config: AttentionBenchConfig,
+    device: str,
+    cases: Sequence[Case],
+    kernels: Sequence[str],
+    budget_ms: float,
+) -> list[common.Row]:
+    """Measures, prints, and leaves attention.csv and attention.png; returns the rows."""
+    csv_path, png_path = folder / "attention.csv", folder / "attention.png"
     about = {"label": config.label, **common.environment_columns(device)}
     print(f"{about['device']}, torch {torch.__version__}: {', '.join(kernels)}")
     rows: list[common.Row] = []
     with (
-        exit_on_sigterm(),
+        exit_on_signals(),
         # Where a process was killed, one that it started may write there for a moment yet.
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,
         tqdm(total=len(cases), unit="shape", disable=None) as bar,
@@ -298,8 +314,7 @@ def run(config: AttentionBenchConfig) -> int:
     print_tables(common.read_csv(csv_path))
     has_picture = plot(csv_path, png_path)
     print(f"\nwrote {csv_path}" + (f" and {png_path}" if has_picture else ""))
-    bad = [r for r in rows if r["status"].startswith(("wrong", "failed"))]
-    return EXIT_PARITY_FAILED if any(r["kernel"] in OURS for r in bad) else 0
+    return rows
 
 
 def main(argv: list[str]) -> int:

@@ -136,6 +136,11 @@ def tables(rows: Sequence[CsvRow]) -> list[tuple[str, list[str], list[list[str]]
     return found
 
 
+def are_results(rows: Sequence[CsvRow]) -> bool:
+    """Whether these are rows of an attention.csv."""
+    return bool(rows) and "head_dim" in rows[0]
+
+
 def print_tables(rows: Sequence[CsvRow]) -> None:
     for title, header, lines in tables(rows):
         print(f"\n{title}")

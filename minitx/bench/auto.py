@@ -18,12 +18,12 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import TypeVar
 
 from minitx.bench import _common as common
-from minitx.bench.attention_report import has_fewer_queries
+from minitx.bench.attention_report import are_results, has_fewer_queries
+from minitx.cli import path_argument
 from minitx.kernels.auto_choice import (
     UNMEASURED,
     UNMEASURED_LSE,
@@ -137,10 +137,12 @@ def _fastest(times: Times, among: Sequence[str], names: Sequence[str], length: i
 def main(argv: list[str]) -> int:
     description = (__doc__ or "").splitlines()[0].partition(": ")[2]
     parser = argparse.ArgumentParser(prog="minitx.bench auto", description=description)
-    parser.add_argument("csv", type=Path, help="a CSV of python -m minitx.bench attention")
+    parser.add_argument("csv", type=path_argument, help="a CSV of python -m minitx.bench attention")
     arguments = parser.parse_args(argv)
     try:
         rows = common.read_csv(arguments.csv)
+        if not are_results(rows):
+            raise ValueError("it is no CSV of python -m minitx.bench attention; give one")
         tables = {
             (is_grouped, is_chunk): (chunk_choices if is_chunk else choices)(chosen)
             for is_grouped in (False, True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.bench import _common as common
-from minitx.cli import EXIT_USER_ERROR
+from minitx.cli import EXIT_USER_ERROR, path_argument
 from minitx.eval_plots import plot_kernels
 from minitx.eval_report import read_json
 
@@ -218,8 +218,12 @@ def measured(row: CsvRow | None, column: str, form: str) -> str:
 def main(argv: list[str]) -> int:
     description = (__doc__ or "").splitlines()[0].partition(": ")[2]
     parser = argparse.ArgumentParser(prog="minitx.bench eval", description=description)
-    parser.add_argument("reports", nargs="+", type=Path, help="eval.json files, or their folders")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV, as benchmarks/eval.csv")
+    parser.add_argument(
+        "reports", nargs="+", type=path_argument, help="eval.json files, or their folders"
+    )
+    parser.add_argument(
+        "--out", type=path_argument, required=True, help="the CSV, as benchmarks/eval.csv"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     arguments = parser.parse_args(argv)
     csv_path: Path = arguments.out

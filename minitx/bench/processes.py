@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from minitx.signals import heeded_signals
+
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> int | None:
     """Exit code of a command whose output goes to `log`; None if it was stopped after timeout_s.
@@ -86,10 +88,13 @@ def _work(sender: Connection, target: Callable[..., None], arguments: Sequence[A
 
 
 @contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM then unwinds as an exit does, so that processes started here end too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP then unwind as an exit does, so that processes started here end too; those
+    of a group of their own get no SIGHUP when the terminal is closed."""
+    numbers = [n for n in heeded_signals() if n != signal.SIGINT]  # which unwinds by itself
+    before = {n: signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -23,7 +23,7 @@ Columns of softmax.csv, a row for each kernel, tensor and direction:
     device, torch, triton, tilelang, commit     where the row comes from
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,7 +93,7 @@ class SoftmaxBenchConfig:
     causal: list[bool] = field(default_factory=lambda: [False, True])
     budget_ms: float = 100.0
     device: str | None = None
-    out_dir: Path = Path("runs/bench")
+    out_dir: str = "runs/bench"
     overwrite: bool = False
 
 
@@ -290,12 +290,6 @@ def run(config: SoftmaxBenchConfig) -> int:
     elements = ELEMENTS[device] if config.elements is None else config.elements
     if min([*widths, elements]) < 1:
         raise ValueError("--widths and --elements must be 1 or more")
-    csv_path, png_path = config.out_dir / "softmax.csv", config.out_dir / "softmax.png"
-    common.refuse_to_overwrite([csv_path, png_path], config.overwrite)
-
-    copy = timing.copy_bandwidth(device, config.budget_ms)
-    about = {"copy_tb_per_s": copy, **common.environment_columns(device)}
-    print(f"{about['device']}: copy {copy:.3g} TB/s, read and written")
     cases = [
         Case(dtype, is_causal, width, elements, device)
         for dtype in config.dtypes
@@ -303,6 +297,24 @@ def run(config: SoftmaxBenchConfig) -> int:
         for width in widths
         if not is_causal or width <= MAX_CAUSAL_WIDTH[device]
     ]
+    names = ("softmax.csv", "softmax.png")
+    with common.out_folder(config.out_dir, names, config.overwrite) as folder:
+        rows = measure_into(folder, config, device, cases, kernels)
+    return EXIT_PARITY_FAILED if _report_failures(rows) else 0
+
+
+def measure_into(
+    folder: Path,
+    config: SoftmaxBenchConfig,
+    device: str,
+    cases: Sequence[Case],
+    kernels: Sequence[str],
+) -> list[common.Row]:
+    """Measures, prints, and leaves softmax.csv and softmax.png; returns the rows."""
+    csv_path, png_path = folder / "softmax.csv", folder / "softmax.png"
+    copy = timing.copy_bandwidth(device, config.budget_ms)
+    about = {"copy_tb_per_s": copy, **common.environment_columns(device)}
+    print(f"{about['device']}: copy {copy:.3g} TB/s, read and written")
     rows: list[common.Row] = []
     for case in tqdm(cases, unit="case", disable=None):
         for kernel in kernels:
@@ -315,7 +327,7 @@ def run(config: SoftmaxBenchConfig) -> int:
             print(f"{r['kernel']} {r['dtype']} {r['direction']} {r['columns']}: {note}")
     softmax_report.plot(csv_path, png_path)
     print(f"\nwrote {csv_path} and {png_path}")
-    return EXIT_PARITY_FAILED if _report_failures(rows) else 0
+    return rows
 
 
 def _kernels(config: SoftmaxBenchConfig, device: str) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from minitx.bench import _common as common
 from minitx.bench import attention_report, softmax_report, train
 from minitx.bench import eval as bench_eval
+from minitx.cli import path_argument
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 OPENING = re.compile(r"<!-- table:(?P<name>\S+)(?P<filters>[^\n]*?) -->\n")
@@ -47,7 +48,7 @@ def render(path: Path, filters: dict[str, list[str]] | None = None) -> str:
 
 def tables(rows: Sequence[CsvRow], path: Path) -> Sequence[Table]:
     """What the kind of CSV calls for; each kind has a column that no other has."""
-    if "tflop_per_s" in rows[0]:
+    if attention_report.are_results(rows):
         return attention_report.tables(rows)
     if "perplexity" in rows[0]:
         return bench_eval.tables(rows)
@@ -135,8 +136,12 @@ def fill(text: str, folder: Path = FOLDER) -> str:
 def main(argv: list[str]) -> int:
     description = (__doc__ or "").splitlines()[0].partition(": ")[2]
     parser = argparse.ArgumentParser(prog="minitx.bench table", description=description)
-    parser.add_argument("csv", nargs="*", type=Path, help="CSV files whose tables to print")
-    parser.add_argument("--readme", type=Path, help="file whose marked tables to draw anew")
+    parser.add_argument(
+        "csv", nargs="*", type=path_argument, help="CSV files whose tables to print"
+    )
+    parser.add_argument(
+        "--readme", type=path_argument, help="file whose marked tables to draw anew"
+    )
     arguments = parser.parse_args(argv)
     if not arguments.csv and arguments.readme is None:
         parser.error("nothing to do; expected CSV files or --readme FILE")

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from minitx import plots
 from minitx.bench import _common as common
-from minitx.bench.processes import exit_on_sigterm, run_process
+from minitx.bench.processes import exit_on_signals, run_process
 from minitx.cli import EXIT_PARITY_FAILED, parse_config, run_cli
 from minitx.config import TrainConfig, refuse_nothing
 from minitx.kernels import ATTENTION_KERNELS
@@ -85,7 +86,7 @@ class TrainBenchConfig:
     extra_args: str = ""
     timeout_s: float = 600.0
     device: str | None = None
-    out_dir: Path = Path("runs/bench")
+    out_dir: str = "runs/bench"
     overwrite: bool = False
     label: str = ""
 
@@ -160,7 +161,7 @@ def peer_arguments(train: TrainConfig, device: str, variant: Variant, out: Path)
 
 
 def run_folder(config: TrainBenchConfig, variant: Variant) -> Path:
-    return config.out_dir / "train" / variant.name
+    return Path(config.out_dir) / "train" / variant.name
 
 
 def failure_reason(code: int | None, log: Path, timeout_s: float) -> str:
@@ -276,7 +277,7 @@ def plot(config: TrainBenchConfig, rows: list[common.Row], shapes: list[Shape]) 
             if variant.shape == shape and r["status"] == "ok" and metrics_path.is_file():
                 curves[r["kernel"] + (", compiled" if r["compile"] else "")] = metrics_path
         if curves:
-            pictures.append(config.out_dir / f"train-{shape}.png")
+            pictures.append(Path(config.out_dir) / f"train-{shape}.png")
             plots.plot_losses(curves, pictures[-1])
     return pictures
 
@@ -301,12 +302,24 @@ def run(config: TrainBenchConfig) -> int:
             *(Variant(kernel, compile, shape) for kernel in kernels for compile in compiles),
         ]
     ]
-    csv_path = config.out_dir / "train.csv"
-    common.refuse_to_overwrite([csv_path, config.out_dir / "train"], config.overwrite)
+    names = ("train.csv", "train")
+    with common.out_folder(config.out_dir, names, config.overwrite) as folder:
+        rows = measure_into(folder / "train.csv", config, device, runs, shapes)
+    ours = [r for r in rows if r["kernel"] not in PEERS]
+    return 0 if all(r["status"] in ("ok", "out of memory") for r in ours) else EXIT_PARITY_FAILED
 
+
+def measure_into(
+    csv_path: Path,
+    config: TrainBenchConfig,
+    device: str,
+    runs: Sequence[tuple[Variant, TrainConfig]],
+    shapes: list[Shape],
+) -> list[common.Row]:
+    """Runs all, prints, and leaves train.csv and pictures beside it; returns the rows."""
     about = {"label": config.label, **common.environment_columns(device)}
     rows: list[common.Row] = []
-    with exit_on_sigterm(), tqdm(runs, unit="run", disable=None) as bar:
+    with exit_on_signals(), tqdm(runs, unit="run", disable=None) as bar:
         for variant, train in bar:
             bar.set_postfix_str(variant.name)
             rows.append(measure(config, train, device, variant) | about)
@@ -316,8 +329,7 @@ def run(config: TrainBenchConfig) -> int:
     print_tables(rows)
     pictures = plot(config, rows, shapes)
     print(f"\nwrote {', '.join(map(str, [csv_path, *pictures]))}")
-    ours = [r for r in rows if r["kernel"] not in PEERS]
-    return 0 if all(r["status"] in ("ok", "out of memory") for r in ours) else EXIT_PARITY_FAILED
+    return rows
 
 
 def check_names(config: TrainBenchConfig, device: str) -> tuple[list[str], list[str]]:
