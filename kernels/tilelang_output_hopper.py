@@ -34,11 +34,12 @@ def make_store_part(sizes: Sizes) -> Any:
         for i in T.Parallel(BLOCK_M):
             top[i] = rows.row_max[i] * rows.factor[i]
         if sizes.IS_CAUSAL:
-            seen = rows.limit  # how many of the share's keys a query sees; 0 or less: none
-            for i in T.Parallel(BLOCK_M):
-                seen[i] = sizes.end_of_keys(m_start + i) - turn.first_n * sizes.BLOCK_N
-            for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-                acc[i, d] = T.if_then_else(seen[i] > 0, acc[i, d], 0.0)
+            first_key = turn.first_n * sizes.BLOCK_N
+            # By the first query, which sees fewest: of few shares only is there one that sees none.
+            if sizes.end_of_keys(m_start) <= first_key:
+                for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                    sees_key = sizes.end_of_keys(m_start + i) > first_key
+                    acc[i, d] = T.if_then_else(sees_key, acc[i, d], 0.0)
         T.copy(acc, parts[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
         T.copy(top, stats[part, head, m_start : m_start + BLOCK_M, 0], loop_layout=by_row)
         T.copy(total, stats[part, head, m_start : m_start + BLOCK_M, 1], loop_layout=by_row)
