@@ -38,10 +38,10 @@ BYTES = HALF * 4
 
 HELPERS = r"""
 __device__ __forceinline__ void hand_half(float *tile, const float *half, int thread) {
-  float2 *to = reinterpret_cast<float2 *>(tile) + thread / 128 * 2048 + thread % 128;
+  float4 *to = reinterpret_cast<float4 *>(tile) + thread / 128 * 1024 + thread % 128;
 #pragma unroll
-  for (int pair = 0; pair < 16; ++pair)
-    to[pair * 128] = reinterpret_cast<const float2 *>(half)[pair];
+  for (int i = 0; i < 8; ++i)
+    to[i * 128] = reinterpret_cast<const float4 *>(half)[i];
 }
 __device__ __forceinline__ void store_tile(float *tile, float *sum, int bytes) {
   unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
@@ -116,11 +116,12 @@ def load(dq_sum: Any, row: Any, half: Any, dq_tile: Any, barrier: Any) -> Any:
 
 
 def place_in_tile(i: Any, d: Any) -> Any:
-    """Where element [i % 64, d] of half i // 64 lies in a tile: the registers of one number of all
-    the threads of a warpgroup are neighbours, so that threads store them without bank conflicts."""
+    """Where element [i % 64, d] of half i // 64 lies in a tile: fours of registers of one number of
+    all the threads of a warpgroup are neighbours, so that threads store them four at a time and
+    without bank conflicts."""
     thread = i % 64 // 16 * 32 + i % 8 * 4 + d % 8 // 2
-    pair = d // 8 * 2 + i % 16 // 8
-    return i // 64 * HALF + pair * 256 + thread * 2 + d % 2
+    four = i % 16 // 8 * 2 + d % 2
+    return i // 64 * HALF + d // 8 * 512 + thread * 4 + four
 
 
 def _places(dq_tile: Any, dq_sum: Any, row: Any, half: Any) -> tuple[Any, Any, int]:

@@ -58,7 +58,8 @@ def build_attention_fwd(
     and not written.
 
     IS_SHARED: each block reads a share of the keys, and in place of out and lse come the parts and
-    stats that `tilelang_attention_merge.py` makes them of.
+    stats that `tilelang_attention_merge.py` makes them of. A part is 0 for a query that sees no key
+    of the share, whatever is among its values.
     """
     import tilelang.language as T
 
@@ -150,8 +151,11 @@ def build_attention_fwd(
                 T.copy(v[v_batch, v_head, n_start : n_start + BLOCK_N, 0:HEAD_DIM], v_tile)
                 gemm(p, v_tile, acc)
             if IS_SHARED:
-                for i, d in lang.each(BLOCK_M, HEAD_DIM):
-                    acc[i, d] = T.if_then_else(row_sum[i] == 0.0, 0.0, acc[i, d])
+                if IS_CAUSAL:
+                    # Of a query without keys here: masked NaN among the values may have made NaN.
+                    for i, d in lang.each(BLOCK_M, HEAD_DIM):
+                        sees_key = first_n * BLOCK_N < m_start + i + diagonal
+                        acc[i, d] = T.if_then_else(sees_key, acc[i, d], 0.0)
                 T.copy(acc, out[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
                 T.copy(row_max, lse[part, head, m_start : m_start + BLOCK_M, 0])
                 T.copy(row_sum, lse[part, head, m_start : m_start + BLOCK_M, 1])

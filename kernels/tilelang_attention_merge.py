@@ -11,6 +11,9 @@ tiles; the forward gives a part of each (its `IS_SHARED`), and another launch pu
 
 with a part's sums acc_s and sum_s relative to its maximum m_s. That is exact where an lse of each
 part would not be: of huge scores it rounds thousands away, and with them how much each part weighs.
+A row whose total is 0, without keys or with scores of -inf alone, is 0 as in a forward that shares
+nothing. NaN of a part is in the sum whatever the part weighs, and so is what overflowed in it: its
+sums are relative to its own maximum, not to the row's.
 
 Parts lie in float32 [shares * B, Hq, Sq, HEAD_DIM], maxima and sums in [shares * B, Hq, Sq, 2]. One
 query of grouped heads lies there as Hkv heads of Hq / Hkv queries, as which it is asked: it reads
@@ -156,8 +159,6 @@ def build_attention_merge(
             T.reduce_sum(row_sum, total, dim=1)
             for i in lang.each(BLOCK_M):
                 top[i] = (top[i] + base.log(total[i])) / base.log_e
-                # Without keys all parts are 0.
-                total[i] = T.if_then_else(total[i] == 0.0, 1.0, total[i])
             for i, s in lang.each(BLOCK_M, max_shares):
                 weights[i, s] = row_max[i, s] / total[i]
 
@@ -169,6 +170,9 @@ def build_attention_merge(
                         if (s < num_shares) & (m_start + i < Sq):
                             sums[i, lane, d] += weights[i, s] * parts[s * B + batch, h, m + i, d]
             T.reduce_sum(sums, acc, dim=1)
+            for i, d in lang.each(BLOCK_M, HEAD_DIM):
+                # Not by a product with 0: NaN may be among values whose scores are all -inf.
+                acc[i, d] = T.if_then_else(total[i] == 0.0, 0.0, acc[i, d])
             T.copy(acc, out[batch, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
             T.copy(top, lse[batch, head, m_start : m_start + BLOCK_M])
 

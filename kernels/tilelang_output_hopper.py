@@ -3,7 +3,9 @@ keys are shared out, a part of it.
 
 A part is what `tilelang_attention_merge.py` puts together: the sums as they are, not divided, and
 for each query the maximum that they are relative to, in powers of two, and the sum of
-probabilities. Without a key the sums are 0: with a masked NaN among the values they would be NaN.
+probabilities. Of a query that sees no key of the share the sums are 0: masked NaN among the values
+would make them NaN. That is told by the places of queries and keys. Scores may be -inf of keys that
+a query does see, and then NaN among their values is in its sums.
 """
 
 from typing import Any
@@ -31,8 +33,13 @@ def make_store_part(sizes: Sizes) -> Any:
         part, head, m_start = turn.part, turn.head, turn.m_start
         for i in T.Parallel(BLOCK_M):
             top[i] = rows.row_max[i] * rows.factor[i]
-        for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
-            acc[i, d] = T.if_then_else(total[i] == 0.0, 0.0, acc[i, d])
+        if sizes.IS_CAUSAL:
+            first_key = turn.first_n * sizes.BLOCK_N
+            # By the first query, which sees fewest: of few shares only is there one that sees none.
+            if sizes.end_of_keys(m_start) <= first_key:
+                for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
+                    sees_key = sizes.end_of_keys(m_start + i) > first_key
+                    acc[i, d] = T.if_then_else(sees_key, acc[i, d], 0.0)
         T.copy(acc, parts[part, head, m_start : m_start + BLOCK_M, 0:HEAD_DIM])
         T.copy(top, stats[part, head, m_start : m_start + BLOCK_M, 0], loop_layout=by_row)
         T.copy(total, stats[part, head, m_start : m_start + BLOCK_M, 1], loop_layout=by_row)

@@ -13,7 +13,7 @@ import torch
 from tilelang_hopper import check_forward, on_hopper
 
 from minitx.kernels import attention, attention_reference, supports
-from minitx.testing import check_attention, make_qkv
+from minitx.testing import check_attention, error_budget, make_qkv, max_error
 
 _probe = torch.zeros(1, 1, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
 _support = supports("tilelang", _probe, _probe, _probe)
@@ -183,6 +183,69 @@ def test_nan_and_infinities_reach_who_sees_them(device, small_shares, dtype):
     out, lse = run(lambda q, k, v: k.fill_(-INF))
     assert not out.any()
     assert (lse == -INF).all()
+
+
+@pytest.mark.contract("NaN, inf and huge logits", "causal, aligned bottom-right", kernel="tilelang")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("Sq", "is_causal"), [(1, True), (50, True), (50, False)], ids=["one", "causal", "full"]
+)
+# A share whose probabilities add up to 0, and one whose weight is 0.
+@pytest.mark.parametrize("score", [-INF, -1000.0], ids=["minus inf", "far"])
+@pytest.mark.parametrize("nan_at", [TILE + 3, 3 * TILE], ids=["amid", "last share"])
+def test_nan_of_a_value_whatever_its_score(
+    device, small_shares, dtype, Sq, is_causal, score, nan_at
+):
+    # Every key from the second share on adds as much to a score. The first 30 of 50 queries see no
+    # key of the last share.
+    Skv = 3 * TILE + 20
+    q, k, v = make_qkv(2, 4, 2, Sq, Skv, 16, device=device, dtype=dtype)
+    q[..., 0] = 1.0
+    k[:, :, TILE:, 0] = score
+    kwargs = {"is_causal": is_causal, "scale": 1.0}
+    truth = attention_reference(q, k, v, **kwargs)
+    eager = attention(q, k, v, kernel="eager", return_lse=True, **kwargs)
+    v[:, :, nan_at, :8] = NAN
+    out, lse = attention(q, k, v, kernel="tilelang", return_lse=True, **kwargs)
+    assert small_shares == [4]
+    queries = torch.arange(Sq, device=device)
+    sees = nan_at <= queries + Skv - Sq if is_causal else queries >= 0
+    assert torch.equal(out[..., :8].isnan(), sees[:, None].expand_as(out[..., :8]))
+    wanted = truth[0].masked_fill(out.isnan(), NAN)
+    assert not out[..., 8:].isnan().any()
+    assert max_error(out, wanted) <= error_budget(eager[0], truth[0], dtype)
+    assert max_error(lse, truth[1]) <= error_budget(eager[1], truth[1], dtype)
+
+
+@pytest.mark.contract("NaN, inf and huge logits", "empty rows", kernel="tilelang")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "whole"])
+def test_rows_of_minus_inf_alone_are_0_beside_nan(
+    device, small_shares, monkeypatch, dtype, is_shared
+):
+    if not is_shared:
+        monkeypatch.setattr(tilelang_attention_merge, "FEWEST_KEYS", 10**9)
+
+    def run(Sq, Skv, **kwargs):
+        q, k, v = make_qkv(1, 2, 1, Sq, Skv, 16, device=device, dtype=dtype)
+        k[:, :, : Skv - 20, 0] = -INF
+        q[..., 0] = 1.0
+        v[:] = NAN
+        return attention(q, k, v, kernel="tilelang", return_lse=True, **kwargs)
+
+    # Of 50 queries the last 20 see keys with scores beyond -inf; of more than there are keys the
+    # first see none at all.
+    for Sq, Skv in ((50, 3 * TILE + 20), (2 * TILE + 60, 2 * TILE + 9)):
+        out, lse = run(Sq, Skv, is_causal=True)
+        assert not out[:, :, : Sq - 20].any()
+        assert (lse[:, :, : Sq - 20] == -INF).all()
+        assert out[:, :, Sq - 20 :].isnan().all()
+        assert lse[:, :, Sq - 20 :].isfinite().all()
+    for Sq in (1, 50):
+        out, lse = run(Sq, 3 * TILE + 20, is_causal=False)
+        assert out.isnan().all()
+        assert lse.isfinite().all()
+    assert len(small_shares) == (4 if is_shared else 0)
 
 
 @pytest.mark.contract("determinism", kernel="tilelang")

@@ -40,7 +40,7 @@ MEASURED = (
     "error_budget",
 )
 ALL_PASSES = (*TIMED_PASSES, *HOST_PASSES, *START_PASSES)
-ROUNDS = 3
+ROUNDS = 4  # in two directions
 # What a kernel, or its compiler, may raise for a case that it cannot do. Anything else ends the
 # process, and is told by the one that started it.
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
@@ -87,12 +87,14 @@ def measure_case(
             send(("doing", kernel))
             one.check(truth)
     del truth
-    # Kernels take turns, so that a clock or temperature that drifts does so for all of them.
-    for _ in range(ROUNDS):
-        for kernel, one in measured.items():
-            if one.left():
+    # Kernels take turns, so that a clock or temperature that drifts does so for all of them; there
+    # and back, as a GPU at its limit of power runs the faster the less power the last one took.
+    for _ in range(ROUNDS // 2):
+        passes = {kernel: one.owed(budget_ms) for kernel, one in measured.items()}
+        for kernel in (*measured, *reversed(measured)):
+            if passes[kernel]:
                 send(("doing", kernel))
-                one.sample(budget_ms, caches / kernel)
+                measured[kernel].sample(passes[kernel], budget_ms, caches / kernel)
     rows = [row for one in measured.values() for row in one.rows()]
     add_ratios(rows)
     return rows
@@ -179,12 +181,17 @@ class KernelOnCase:
             reason = f"wrong: {tensor} errs by {error:.2e}, its budget is {budget:.2e}"
             self.status |= dict.fromkeys(self.left(affected), reason)
 
-    def sample(self, budget_ms: float, caches: Path) -> None:
-        """Adds a round of runs to every pass that is left and has not had its time."""
-        for name in self.left():
-            if sum(self.samples[name].ms) < budget_ms:
-                with self.guarded([name]), self.variant.pinned():
-                    self.samples[name] += self._sample(name, budget_ms / ROUNDS, caches)
+    def owed(self, budget_ms: float) -> list[str]:
+        """Passes that are left and have not had their time."""
+        return [name for name in self.left() if sum(self.samples[name].ms) < budget_ms]
+
+    def sample(self, passes: Sequence[str], budget_ms: float, caches: Path) -> None:
+        """Adds a round of runs to those of `passes` that are left."""
+        for name in self.left(passes):
+            if name in START_PASSES and self.samples[name].ms:
+                continue  # once is enough: seconds, each of a process of its own
+            with self.guarded([name]), self.variant.pinned():
+                self.samples[name] += self._sample(name, budget_ms / ROUNDS, caches)
 
     def _sample(self, name: str, budget_ms: float, caches: Path) -> timing.Samples:
         if name in START_PASSES:

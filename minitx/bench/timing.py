@@ -24,7 +24,7 @@ from minitx.bench._common import synchronize, terabytes_per_s
 
 FLUSHED_BYTES = 2**28  # do_bench's; beyond any L2 cache
 MOST_WRITES = 64  # of as many bytes before a run: on an H200 some 5 ms
-WARM_UP_MS, ESTIMATED_RUNS = 10.0, 5
+WARM_UP_MS, ESTIMATED_RUNS = 10.0, 5  # but one run of what takes longer than the warm-up
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # each way; far beyond any cache
 
 
@@ -112,16 +112,21 @@ def _device_samples(call: Callable[[], object], writes: int, budget_ms: float) -
         new = torch.cuda.Event
         return [(new(enable_timing=True), new(enable_timing=True)) for _ in range(runs)]
 
+    def estimate(runs: int) -> float:
+        first, last = events(1)[0]
+        pairs = events(runs)
+        first.record()
+        for pair in pairs:
+            run(*pair)
+        last.record()
+        synchronize("cuda")
+        return first.elapsed_time(last) / runs
+
     call()
     synchronize("cuda")
-    estimated = events(ESTIMATED_RUNS)
-    first, last = events(1)[0]
-    first.record()
-    for pair in estimated:
-        run(*pair)
-    last.record()
-    synchronize("cuda")
-    run_ms = first.elapsed_time(last) / ESTIMATED_RUNS
+    run_ms = estimate(1)
+    if run_ms < WARM_UP_MS:
+        run_ms = estimate(ESTIMATED_RUNS)
 
     timed = events(max(int(budget_ms / run_ms), 1))
     for _ in range(max(int(WARM_UP_MS / run_ms), 1)):
