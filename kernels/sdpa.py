@@ -161,6 +161,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     # Compiled code sees to it by itself, and dynamo cannot read a storage offset.
     if not x.is_cuda or torch.compiler.is_compiling():
         return x
+    x = _without_stray_strides(x)
     starts = x.storage_offset()
     if not x.is_contiguous():  # PyTorch pads head dims of its own accord
         b, h, s, _ = x.stride()
@@ -168,3 +169,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     if starts * x.element_size() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _without_stray_strides(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, S, D], where dims of one have the strides that a contiguous tensor's would.
+
+    Theirs mean nothing and may be any number, and is_contiguous() does not ask for them. PyTorch's
+    kernels do: they refuse an odd one, and one beyond 32 bits (torch 2.11 on an H200).
+    """
+    for dim in (2, 1, 0):
+        if x.shape[dim] == 1:
+            x = x.squeeze(dim).unsqueeze(dim)
+    return x

@@ -157,3 +157,16 @@ def test_what_flash_is_not_asked_for(monkeypatch):
     within = []
     torch.vmap(lambda x: within.append(sdpa._flash_takes(few, few, few)) or x)(torch.zeros(2))
     assert within == [False]
+
+
+@pytest.mark.parametrize("ones", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("stray", [7, 2**40 + 1])
+def test_strides_that_mean_nothing_are_what_a_contiguous_tensors_are(ones, stray):
+    """PyTorch's kernels on a GPU refuse others; the other strides stay, and so do the numbers."""
+    shape = [1 if dim in ones else size for dim, size in enumerate((2, 3, 5))]
+    x = torch.randn(*shape, 16)
+    strides = [stray if dim in ones else x.stride(dim) for dim in range(3)]
+    plain = sdpa._without_stray_strides(x.as_strided(x.shape, (*strides, 1)))
+    assert plain.stride() == x.stride()
+    assert torch.equal(plain, x)
+    assert plain.data_ptr() == x.data_ptr()
