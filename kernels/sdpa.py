@@ -172,12 +172,14 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_stray_strides(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, S, D], where dims of one have the strides that a contiguous tensor's would.
+    """x [B, H, S, D], where dims of one with strides that PyTorch's kernels might refuse have those
+    that a contiguous tensor's would.
 
     Theirs mean nothing and may be any number, and is_contiguous() does not ask for them. PyTorch's
     kernels do: they refuse an odd one, and one beyond 32 bits (torch 2.11 on an H200).
     """
     for dim in (2, 1, 0):
-        if x.shape[dim] == 1:
+        # Others stay, as a view takes the host longer than to look.
+        if x.shape[dim] == 1 and (x.stride(dim) * x.element_size() % 16 or x.stride(dim) >= 2**31):
             x = x.squeeze(dim).unsqueeze(dim)
     return x
