@@ -55,10 +55,10 @@ def test_rows_are_checked_timed_and_set_in_relation():
         assert r["vs_best_peer"] == pytest.approx(min(peers) / r["median_ms"])
 
 
-@pytest.mark.parametrize(("sample_ms", "rounds"), [(100.0, 1), (60.0, 1), (20.0, 2)])
-def test_kernels_take_turns_there_and_back(monkeypatch, sample_ms, rounds):
-    """Until each has had its 100 ms, and two rounds at most."""
-    kernels = ("eager", "sdpa", "triton-softmax")
+@pytest.mark.parametrize(("sample_ms", "rounds"), [(100.0, 2), (60.0, 2), (20.0, 4)])
+def test_kernels_take_turns(monkeypatch, sample_ms, rounds):
+    """Until each has had its 100 ms, but as many rounds forwards as backwards."""
+    kernels = ("eager", "sdpa", "triton-softmax", "auto")
     timed = []
 
     def sample(one, name, budget_ms, _caches):
@@ -69,8 +69,9 @@ def test_kernels_take_turns_there_and_back(monkeypatch, sample_ms, rounds):
     monkeypatch.setattr(attention_measure.KernelOnCase, "_sample", sample)
     case = replace(CASE, passes=("forward", "backward"))
     measure_case(lambda _: None, case, kernels, Skips(), 100.0, Path())
-    there_and_back = [*kernels, *reversed(kernels)] * rounds
-    assert timed == [(kernel, name) for kernel in there_and_back for name in case.passes]
+    orders = ["0123", "0321", "2301", "2103"][:rounds]
+    turns = [kernels[int(kernel)] for order in orders for kernel in order]
+    assert timed == [(kernel, name) for kernel in turns for name in case.passes]
 
 
 def test_no_ratio_without_the_row_it_stands_on():

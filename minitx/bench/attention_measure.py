@@ -40,7 +40,7 @@ MEASURED = (
     "error_budget",
 )
 ALL_PASSES = (*TIMED_PASSES, *HOST_PASSES, *START_PASSES)
-ROUNDS = 4  # in two directions
+ROUNDS = 4
 # What a kernel, or its compiler, may raise for a case that it cannot do. Anything else ends the
 # process, and is told by the one that started it.
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
@@ -87,17 +87,29 @@ def measure_case(
             send(("doing", kernel))
             one.check(truth)
     del truth
-    # Kernels take turns, so that a clock or temperature that drifts does so for all of them; there
-    # and back, as a GPU at its limit of power runs the faster the less power the last one took.
-    for _ in range(ROUNDS // 2):
-        passes = {kernel: one.owed(budget_ms) for kernel, one in measured.items()}
-        for kernel in (*measured, *reversed(measured)):
+    # Kernels take turns, so that a clock or temperature that drifts does so for all of them.
+    passes: dict[str, list[str]] = {}
+    for number in range(ROUNDS):
+        if number % 2 == 0:
+            passes = {kernel: one.owed(budget_ms) for kernel, one in measured.items()}
+        for kernel in in_turn(kernels, number):
             if passes[kernel]:
                 send(("doing", kernel))
                 measured[kernel].sample(passes[kernel], budget_ms, caches / kernel)
     rows = [row for one in measured.values() for row in one.rows()]
     add_ratios(rows)
     return rows
+
+
+def in_turn(kernels: Sequence[str], number: int) -> list[str]:
+    """The order of a round: each begins further on, and every other one goes backwards.
+
+    A GPU at its limit of power runs a kernel the faster the less power the one before it took, so
+    none should always follow the same one, nor itself.
+    """
+    first = number * len(kernels) // ROUNDS
+    order = [*kernels[first:], *kernels[:first]]
+    return order[::-1] if number % 2 else order
 
 
 class KernelOnCase:
