@@ -83,18 +83,7 @@ CHUNK_TABLES: dict[tuple[tuple[int, int], bool], ChunkTable] = {
     ((9, 0), False): ChunkTable(
         "benchmarks/h200/attention-chunks.csv",
         {
-            64: (
-                ONE_BY_SDPA,
-                CHUNKS_BY_TILELANG,
-                QueriesChoice(
-                    724,
-                    (
-                        ChunkChoice(0, "tilelang", "tilelang"),
-                        ChunkChoice(8192, "triton", "triton"),
-                        ChunkChoice(32768, "tilelang", "tilelang"),
-                    ),
-                ),
-            ),
+            64: (ONE_BY_SDPA, CHUNKS_BY_TILELANG),
             128: (
                 ONE_BY_SDPA,
                 QueriesChoice(
