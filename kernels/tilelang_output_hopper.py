@@ -35,8 +35,8 @@ def make_store_part(sizes: Sizes) -> Any:
             top[i] = rows.row_max[i] * rows.factor[i]
         if sizes.IS_CAUSAL:
             first_key = turn.first_n * sizes.BLOCK_N
-            # By the first query, which sees fewest: few shares have one that sees none, and to choose
-            # for each element of all can cost 17 % (benchmarks/NOTES.md).
+            # By the first query, which sees fewest: few shares have one that sees none, and a
+            # choice for each element of all can cost 17 % (benchmarks/NOTES.md).
             if sizes.end_of_keys(m_start) <= first_key:
                 for i, d in T.Parallel(BLOCK_M, HEAD_DIM):
                     sees_key = sizes.end_of_keys(m_start + i) > first_key
