@@ -8,8 +8,8 @@
 
 Before training, a few steps on --compare (eager) and on --kernel must give the same losses within
 an error budget; exit code 3 says that they did not. Ctrl-C, SIGTERM and a closed terminal (SIGHUP,
-unless nohup has it ignored) save and stop; a second one stops at once. `--help` explains every
-setting and exit code.
+unless nohup has it ignored) save and stop; a second Ctrl-C or SIGTERM stops at once. `--help`
+explains every setting and exit code.
 """
 
 import itertools

@@ -43,6 +43,7 @@ TYPES = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
+    "str": "text",
     "list": "a list as [1,2]",
     "NoneType": "null",
 }
@@ -181,13 +182,14 @@ def _config_paths(argv: list[str]) -> list[str]:
 def _in_words(message: str) -> str:
     """What jsonargparse says of a value of another type: the flag, what was expected, what was
     given. Any other message as it is."""
-    flag = re.match(r'Parser key "([^"]+)":', message)
+    # Of a whole group on the command line, as --optim={lr: x}, its setting is named last.
+    flags = re.findall(r'^\W*Parser key "([^"]+)":', message, re.MULTILINE)
     types = re.findall(r"Expected a (.+?)(?:\. Got value: .*)?$", message, re.MULTILINE)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
-    if not (flag and types and value):
+    if not (flags and types and value):
         return message
     expected = " or ".join(_type_in_words(each) for each in types)
-    return f"--{flag[1]}: expected {expected}, got {value[1]}"
+    return f"--{flags[-1]}: expected {expected}, got {value[1] or 'nothing'}"
 
 
 def _type_in_words(text: str) -> str:

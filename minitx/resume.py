@@ -91,12 +91,10 @@ def find_resume(config: TrainConfig) -> Path | None:
     Raises ValueError where there is none to be found, or where settings that change the result
     differ from the run's and --resume_allow was not given.
     """
-    if config.resume is None:
+    checkpoint = newest_checkpoint(config)
+    if checkpoint is None:
         return None
-    path = auto_folder(config) if config.resume == "auto" else Path(config.resume)
-    if config.resume == "auto" and not any((path / "checkpoints").glob("step_*/state.json")):
-        return None
-    checkpoint = find_checkpoint(path)
+    path = _resumed_folder(config)
     if run_of(checkpoint) is None:
         raise ValueError(
             f"--resume {path}: {checkpoint} does not lie in a run's folder, "
@@ -125,6 +123,22 @@ def find_resume(config: TrainConfig) -> Path | None:
             )
         print(f"resuming with other settings: {listed}")
     return checkpoint
+
+
+def newest_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint folder that --resume means just now, whatever its settings; None as above.
+    Raises ValueError."""
+    if config.resume is None:
+        return None
+    path = _resumed_folder(config)
+    if config.resume == "auto" and not any((path / "checkpoints").glob("step_*/state.json")):
+        return None
+    return find_checkpoint(path)
+
+
+def _resumed_folder(config: TrainConfig) -> Path:
+    assert config.resume is not None
+    return auto_folder(config) if config.resume == "auto" else Path(config.resume)
 
 
 def _same_folder(a: Path, b: Path) -> bool:

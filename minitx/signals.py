@@ -28,7 +28,8 @@ class StopRequest:
 
     The first one raises Stopped until `defer` is called, and sets `requested` after it, which the
     training loop looks at between steps: a step, an evaluation or a save is finished first. A
-    second one ends the process at once, whatever it is doing.
+    second one ends the process at once, whatever it is doing, but a hangup, which is not asked for:
+    where a terminal is closed, the shell hands its own on, and the system sends another as it ends.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         for each in self._previous:  # the system's own action needs no Python to run
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == SIGHUP else signal.SIG_DFL)
         self.requested = True
         if not self._deferred:
             raise Stopped

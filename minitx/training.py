@@ -12,7 +12,7 @@ from minitx.data import load_data
 from minitx.determinism import check_deterministic, deterministic
 from minitx.kernel_flags import check_kernels
 from minitx.replay import replay
-from minitx.resume import choose_out_dir, clear_out_dir, find_resume, run_of
+from minitx.resume import choose_out_dir, clear_out_dir, find_resume, newest_checkpoint, run_of
 from minitx.run import Run
 from minitx.run_lock import only_run_in
 from minitx.signals import Stopped, StopRequest
@@ -74,6 +74,11 @@ def start_run(
     assert out_dir is not None  # find_resume has seen to it
     run = Run(config, model, data, out_dir, device, dtype)
     with only_run_in(out_dir):
+        # Who held it while the data was loaded may have saved only then, as a job that makes way.
+        if newest_checkpoint(config) != checkpoint:
+            raise ValueError(
+                f"another process has saved in {out_dir} meanwhile; give the same command again"
+            )
         if checkpoint is None:
             clear_out_dir(out_dir, config)
         run.describe()

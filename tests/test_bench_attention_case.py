@@ -1,5 +1,6 @@
 """Attention's benchmark on one case: what is checked and timed, and what becomes of a failure."""
 
+import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,14 @@ def test_kernels_take_turns(monkeypatch, sample_ms, rounds):
     orders = ["0123", "0321", "2301", "2103"][:rounds]
     turns = [kernels[int(kernel)] for order in orders for kernel in order]
     assert timed == [(kernel, name) for kernel in turns for name in case.passes]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 8])
+def test_no_kernel_follows_itself(count):
+    kernels = [f"kernel {number}" for number in range(count)]
+    rounds = range(attention_measure.ROUNDS)
+    turns = [each for number in rounds for each in attention_measure.in_turn(kernels, number)]
+    assert all(a != b for a, b in itertools.pairwise(turns))
 
 
 def test_no_ratio_without_the_row_it_stands_on():

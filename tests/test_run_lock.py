@@ -8,7 +8,7 @@ import pytest
 from command import run_train, tiny_args
 from eval_runs import TEXT, make_run, one_line, run_eval
 
-from minitx import resume
+from minitx import resume, training
 from minitx.bench.__main__ import main as bench
 from minitx.run_files import written_whole
 from minitx.run_lock import only_run_in
@@ -147,3 +147,31 @@ def test_two_fresh_runs_at_once(tmp_path, capsys):
         assert run_train(tiny_args(tmp_path, compare="none")) == 2
     assert "another process is writing to" in capsys.readouterr().err
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_a_run_that_is_saved_while_another_waits_to_resume_it(
+    saved_before, tmp_path, monkeypatch, capsys
+):
+    """As where a job starts while the one that it follows still saves."""
+    args = tiny_args(tmp_path, compare="none", checkpoint__interval=2)
+    if saved_before:
+        assert run_train([*args, "--max_steps=2", "--optim.schedule=constant"]) == 0
+    args += ["--resume=auto", "--resume_allow"]
+    load_data, done = training.load_data, []
+
+    def train_elsewhere(*settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "load_data", load_data)
+            assert run_train(args) == 0
+        done.append((tmp_path / "run" / "metrics.jsonl").read_text())
+        return load_data(*settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "load_data", train_elsewhere)
+        assert run_train(args) == 2
+    error = capsys.readouterr().err
+    assert f"another process has saved in {tmp_path / 'run'} meanwhile; give the same" in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == done[0]
+    assert run_train(args) == 0
+    assert "nothing left to train" in capsys.readouterr().out

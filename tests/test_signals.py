@@ -235,6 +235,38 @@ def test_a_second_signal_exits_at_once(tmp_path):
     assert find_checkpoint(tmp_path / "run").name == "step_00000003"
 
 
+HANGS_UP_TWICE = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from command import run_train, tiny_args
+from minitx import checkpoint
+from minitx.trainer import Trainer
+
+def hang_up(owner, name, at_call):
+    original, calls = getattr(owner, name), []
+    def call(*args):
+        calls.append(args)
+        if len(calls) == at_call:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return original(*args)
+    setattr(owner, name, call)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
+hang_up(Trainer, "launch_step", 3)
+hang_up(checkpoint, "write_tensors", 1)
+sys.exit(run_train(tiny_args(Path({folder!r}), compare="none")))
+"""
+
+
+def test_a_second_hangup_does_not_keep_a_run_from_being_saved(tmp_path):
+    """A shell that is hung up hands that on; as it ends, the system hangs up what is in front."""
+    script = HANGS_UP_TWICE.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert load_state(find_checkpoint(tmp_path / "run"))["step"] == 3
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_ctrl_c_while_the_script_is_importing_is_no_traceback():
     process = subprocess.Popen(

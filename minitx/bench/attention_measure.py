@@ -107,7 +107,7 @@ def in_turn(kernels: Sequence[str], number: int) -> list[str]:
     A GPU at its limit of power runs a kernel the faster the less power the one before it took, so
     none should always follow the same one, nor itself.
     """
-    first = number * len(kernels) // ROUNDS
+    first = -(-number * len(kernels) // ROUNDS)  # of three kernels, too, another one each time
     order = [*kernels[first:], *kernels[:first]]
     return order[::-1] if number % 2 else order
 
