@@ -120,6 +120,7 @@ import torch, torch._dynamo  # the optimizer imports dynamo: once, not in every 
 torch.set_num_threads(1)
 from command import run_train, tiny_args
 
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 folder, rng = Path({folder!r}), random.Random(0)
 changes = dict({changes!r}, checkpoint__interval=1)
 
@@ -144,6 +145,12 @@ finish(in_child("whole"))  # the first fills the token cache
 child, began = in_child("timed"), wait_for_metrics("timed")
 finish(child)
 seconds = time.monotonic() - began
+
+def is_half_saved(out):
+    checkpoints = folder / out / "checkpoints"
+    names = [p.name for p in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    return any(name.startswith("tmp-") or ".r" in name for name in names), bool(names)
+
 weights = lambda out: (folder / out / "checkpoints/latest/model.safetensors").read_bytes()
 saving = between = 0
 for i in range({kills}):
@@ -152,13 +159,13 @@ for i in range({kills}):
     if i >= 3:  # three are killed wherever they may be in their first moments
         wait_for_metrics(out)
     time.sleep(rng.uniform(0, 0.8 * seconds))
+    while i % 5 == 4 and not is_half_saved(out)[0] and not os.waitid(os.P_PID, child, ENDED):
+        pass  # on a busy machine chance alone seldom finds a save
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    checkpoints = folder / out / "checkpoints"
-    names = [p.name for p in checkpoints.iterdir()] if checkpoints.is_dir() else []
-    half = any(name.startswith("tmp-") or ".r" in name for name in names)
+    half, has_any = is_half_saved(out)
     saving += half
-    between += bool(names) and not half
+    between += has_any and not half
     finish(in_child(out))
     assert weights(out) == weights("whole"), i
 print(saving, between)
