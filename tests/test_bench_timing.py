@@ -65,8 +65,9 @@ def test_a_host_in_time_has_do_benchs_conditions(machine):
     samples = timing.sample(launches(machine, 0.1), "cuda", BUDGET_MS)
     assert samples.ms == pytest.approx([CALL_MS] * len(samples.ms))
     assert not any(samples.late)
-    first, one, five, timed, after = " ".join(machine.did).split("wait")
+    first, one, again, five, timed, after = " ".join(machine.did).split("wait")
     assert (first.split(), after) == (["call"], "")
+    assert one == again
     assert (one.split(), five.split()) == (["write", "call"], ["write", "call"] * 5)
     warm_up, each = timed.split().index("write"), WRITE_MS + CALL_MS
     assert timing.WARM_UP_MS - warm_up * each == pytest.approx(each, abs=each)
@@ -110,7 +111,12 @@ def test_a_call_that_waits_for_the_gpu_says_so(machine):
 def test_a_long_call_runs_once_and_is_not_late(machine):
     samples = timing.sample(lambda: machine.launch("call", 5.0, 400.0), "cuda", BUDGET_MS)
     assert samples == Samples([pytest.approx(400.0)], [False])
-    assert machine.did.count("call") == 4  # the first, one to estimate by, a warm-up, and that
+    assert machine.did.count("call") == 5  # the first, two to estimate by, a warm-up, and that
+
+
+def test_a_host_that_stands_still_once_does_not_make_a_call_long(machine):
+    call = launches(machine, 0.1, 30.0, *[0.1] * 1000)
+    assert len(timing.sample(call, "cuda", BUDGET_MS).ms) > 10
 
 
 @pytest.mark.parametrize(
