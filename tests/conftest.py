@@ -1,6 +1,8 @@
 """Markers that look at the machine, and the kernels a test can be run on."""
 
 import math
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -104,3 +106,15 @@ class _Forgetful(dict):
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a kernel chooses its tiles and flags anew: for tests that replace the choice."""
     monkeypatch.setattr(kept, "_remembered", _Forgetful())
+
+
+@pytest.fixture
+def hangups_are_heeded() -> Iterator[None]:
+    """Also where nohup runs the tests; and one that is not taken ends a test, not all of them."""
+
+    def missed(number, frame):
+        raise AssertionError("a hangup that nobody took")
+
+    before = signal.signal(signal.SIGHUP, missed)
+    yield
+    signal.signal(signal.SIGHUP, before)

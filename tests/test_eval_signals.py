@@ -15,17 +15,7 @@ from minitx import evaluation
 ROOT = Path(__file__).parent.parent
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
-
-@pytest.fixture(autouse=True)
-def hangups_are_heeded():
-    """Also where nohup runs the tests; and one that is not taken ends a test, not all of them."""
-
-    def missed(number, frame):
-        raise AssertionError("a hangup that nobody took")
-
-    before = signal.signal(signal.SIGHUP, missed)
-    yield
-    signal.signal(signal.SIGHUP, before)
+pytestmark = pytest.mark.usefixtures("hangups_are_heeded")
 
 
 @pytest.fixture
